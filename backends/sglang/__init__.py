@@ -1,0 +1,1 @@
+"""SGLang: field names, bodies, ids, aborts and metadata."""

@@ -1,0 +1,1 @@
+"""Clients that carry one HTTP request to a worker."""

@@ -1,0 +1,1 @@
+"""The gateway: HTTP edge, the one request path, and what operators look at."""

@@ -1,0 +1,1 @@
+"""FastAPI routes of everything that is not the data plane."""

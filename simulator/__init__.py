@@ -1,0 +1,1 @@
+"""A simulated engine without a GPU that speaks the engines' HTTP interfaces."""
