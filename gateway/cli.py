@@ -1,0 +1,92 @@
+"""The ``forebay`` command: from arguments to the part that does the work.
+
+Exit codes: 0 stopped or done, 1 failed, 2 bad arguments. Users' errors are one line on stderr.
+"""
+
+import argparse
+import importlib.metadata
+import sys
+from collections.abc import Callable, Sequence
+
+from gateway.settings import SettingsError, load_settings
+
+_NOT_THERE = ("relay", "explain")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; ``argv`` is without the program's name."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = arguments[0] if arguments else ""
+    try:
+        if command in _COMMANDS:
+            return _COMMANDS[command](arguments[1:])
+        if command in _NOT_THERE:
+            return _fail(f"{command} is not available in this release", 2)
+        _parser().parse_args(arguments or ["--help"])
+    except SettingsError as exc:
+        return _fail(str(exc), 2)
+    except SystemExit as exc:
+        # argparse leaves this way after --help, --version and its own refusals.
+        return exc.code if isinstance(exc.code, int) else 2
+    except KeyboardInterrupt:
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="forebay",
+        allow_abbrev=False,
+        description="An HTTP gateway in front of SGLang and vLLM engines.",
+        epilog="forebay COMMAND --help shows a command's options.",
+    )
+    parser.add_argument("--version", action="version", version=f"forebay {importlib.metadata.version('forebay')}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, text in (
+        ("serve", "run the gateway"),
+        ("simulate", "run a simulated engine"),
+        ("demo", "run the gateway with two simulated engines"),
+        ("workers", "list the workers of a running gateway"),
+        ("relay", "relay an engine node's KV events (not available in this release)"),
+        ("explain", "show why a request would go where (not available in this release)"),
+    ):
+        commands.add_parser(name, help=text)
+    return parser
+
+
+def _serve(argv: Sequence[str]) -> int:
+    settings = load_settings(argv)
+    from gateway.server import run
+
+    return run(settings)
+
+
+def _simulate(argv: Sequence[str]) -> int:
+    from simulator.command import main as simulate
+
+    return simulate(argv)
+
+
+def _demo(argv: Sequence[str]) -> int:
+    from gateway.demo import run
+
+    return run(argv)
+
+
+def _workers(argv: Sequence[str]) -> int:
+    from gateway.workers_command import run
+
+    return run(argv)
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"forebay: {message}", file=sys.stderr)
+    return code
+
+
+_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "serve": _serve,
+    "simulate": _simulate,
+    "demo": _demo,
+    "workers": _workers,
+}

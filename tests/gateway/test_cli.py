@@ -1,0 +1,211 @@
+"""The command line: dispatch, exit codes, and one line in place of a traceback for users' errors."""
+
+import http.server
+import json
+import runpy
+import socket
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gateway.cli import main
+from gateway.settings import Settings
+
+
+def stub(monkeypatch: pytest.MonkeyPatch, name: str, **members: object) -> None:
+    """Put a module with ``members`` in the place of one that would start servers."""
+    module = types.ModuleType(name)
+    vars(module).update(members)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.parametrize("argv", [["--help"], []])
+def test_help_lists_the_commands(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 0
+    text = capsys.readouterr().out
+    assert [name for name in ("serve", "simulate", "demo", "relay", "workers", "explain") if name not in text] == []
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("forebay 0.")
+
+
+def test_serve_help_shows_environment_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--help"]) == 0
+    assert "FOREBAY_DRAIN_TIMEOUT_S" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        pytest.param(["serv"], "serv", id="unknown command"),
+        pytest.param(["--vers"], "--vers", id="unknown option"),
+        pytest.param(["relay"], "relay is not available in this release", id="relay"),
+        pytest.param(["explain", "--url", "x"], "explain is not available in this release", id="explain"),
+        pytest.param(["serve", "--prot", "1"], "did you mean --port?", id="unknown option of serve"),
+        pytest.param(["serve", "--policy", "kv-aware"], "not available in this release", id="value for later"),
+        pytest.param(["workers", "--url", "h:1"], "--url", id="address without a scheme"),
+        pytest.param(["workers", "--url", "http://[::1"], "--url", id="broken address"),
+        pytest.param(["workers", "--admin-api-key-file", "/nonexistent/k"], "/nonexistent/k", id="no key file"),
+        pytest.param(["workers", "--xyzzy"], "--xyzzy", id="unknown option of workers"),
+    ],
+)
+def test_bad_arguments_exit_with_2(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert says in captured.err
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+
+
+def test_serve_hands_over_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Settings] = []
+
+    def run(settings: Settings) -> int:
+        seen.append(settings)
+        return 1
+
+    stub(monkeypatch, "gateway.server", run=run)
+    monkeypatch.setattr(sys, "argv", ["forebay", "serve", "--port", "0"])
+    assert main() == 1
+    assert [settings.port for settings in seen] == [0]
+
+
+@pytest.mark.parametrize(("command", "module"), [("simulate", "simulator.command"), ("demo", "gateway.demo")])
+def test_other_commands_get_their_arguments(monkeypatch: pytest.MonkeyPatch, command: str, module: str) -> None:
+    seen: list[list[str]] = []
+
+    def entry(argv: list[str]) -> int:
+        seen.append(argv)
+        return 0
+
+    stub(monkeypatch, module, main=entry, run=entry)
+    assert main([command, "--port", "0"]) == 0
+    assert seen == [["--port", "0"]]
+
+
+def test_an_interrupt_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(settings: Settings) -> int:
+        raise KeyboardInterrupt
+
+    stub(monkeypatch, "gateway.server", run=run)
+    assert main(["serve"]) == 1
+
+
+def test_the_package_runs_as_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["gateway", "--version"])
+    monkeypatch.delitem(sys.modules, "gateway.__main__", raising=False)
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_module("gateway", run_name="__main__")
+    assert caught.value.code == 0
+
+
+class Gateway(http.server.ThreadingHTTPServer):
+    """Answers every GET in one way and keeps what it was asked."""
+
+    answer = (200, b"{}")
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str | None]] = []
+        super().__init__(("127.0.0.1", 0), Handler)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    server: Gateway
+
+    def do_GET(self) -> None:
+        self.server.asked.append((self.path, self.headers["authorization"]))
+        status, body = self.server.answer
+        self.send_response(status)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Stay silent."""
+
+
+@pytest.fixture
+def gateway() -> Iterator[Gateway]:
+    with Gateway() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+WORKERS = {
+    "workers": [
+        {"id": "h:1", "role": "regular", "engine": "sglang", "model_id": "m", "is_ready": True, "in_flight": 3},
+        {"id": "host-2:30000", "role": "prefill", "model_id": "\x1b[2J", "is_healthy": True, "dp_size": 2},
+        {"id": "h:3", "is_draining": True, "is_ready": True},
+        {"id": "h:4"},
+    ]
+}
+
+
+def test_workers_are_printed_as_a_table(gateway: Gateway, capsys: pytest.CaptureFixture[str]) -> None:
+    gateway.answer = (200, json.dumps(WORKERS).encode())
+    assert main(["workers", "--url", gateway.url + "/"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "ID            ROLE     ENGINE  MODEL  STATE      IN FLIGHT  DP SIZE",
+        "h:1           regular  sglang  m      ready      3          -",
+        "host-2:30000  prefill  -       ?[2J   not ready  -          2",
+        "h:3           -        -       -      draining   -          -",
+        "h:4           -        -       -      down       -          -",
+    ]
+    assert gateway.asked == [("/workers", None)]
+
+
+def test_workers_are_printed_as_json(gateway: Gateway, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    key_file = tmp_path / "keys"
+    key_file.write_text("# admin\nsecret\n")
+    gateway.answer = (200, json.dumps(WORKERS).encode())
+    assert main(["workers", "--url", gateway.url, "--json", "--admin-api-key-file", str(key_file)]) == 0
+    assert json.loads(capsys.readouterr().out) == WORKERS
+    assert gateway.asked == [("/workers", "Bearer secret")]
+
+
+def test_no_workers(gateway: Gateway, capsys: pytest.CaptureFixture[str]) -> None:
+    gateway.answer = (200, b'{"workers": []}')
+    assert main(["workers", "--url", gateway.url]) == 0
+    assert capsys.readouterr().out == "no workers\n"
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "says"),
+    [
+        pytest.param(401, b"", "--admin-api-key-file", id="no key"),
+        pytest.param(403, b"", "--admin-api-key-file", id="not allowed"),
+        pytest.param(404, b"", "is this a gateway?", id="other server"),
+        pytest.param(200, b"<html>", "is this a gateway?", id="not JSON"),
+        pytest.param(200, b"[]", "is this a gateway?", id="other JSON"),
+        pytest.param(200, b'{"workers": [1]}', "is this a gateway?", id="not a worker"),
+    ],
+)
+def test_workers_explains_what_went_wrong(
+    gateway: Gateway, status: int, body: bytes, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gateway.answer = (status, body)
+    assert main(["workers", "--url", gateway.url]) == 1
+    assert says in capsys.readouterr().err
+
+
+def test_workers_without_a_gateway(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as bound_only:
+        bound_only.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{bound_only.getsockname()[1]}"
+        assert main(["workers", "--url", url]) == 1
+    assert f"no answer from {url}" in capsys.readouterr().err
