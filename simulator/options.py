@@ -1,0 +1,124 @@
+"""Options of one simulated engine, as the command line and the tests give them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class OptionError(ValueError):
+    """An option has a value that the simulated engine cannot run with."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Everything that shapes one simulated engine.
+
+    Times are seconds of simulated time unless a comment says otherwise; simulated durations are
+    divided by ``speedup``. A rate or delay of ``0`` means "takes no time".
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    """Port to listen on; ``0`` lets the system choose."""
+    engine: str = "sglang"
+    model: str = "model"
+    role: str = "regular"
+    """``regular``; ``prefill`` and ``decode`` are refused until the transfer is simulated."""
+    engine_version: str = "0.5.23"
+    dp_size: int = 1
+    """Data-parallel ranks, each with its own scheduler and cache."""
+    page_size: int = 16
+    """Tokens per cache block."""
+    num_blocks: int = 8192
+    """Cache blocks per rank; the KV pool is ``num_blocks * page_size`` tokens."""
+    max_running: int = 256
+    """Sequences per rank that are computed at the same time."""
+    max_queued: int = 0
+    """Sequences per rank that may wait; ``0`` means no limit."""
+    prefill_tokens_per_s: float = 0.0
+    """Prompt tokens computed per second, cached ones excluded; ``0`` means at once."""
+    chunked_prefill_tokens: int = 4096
+    """Prompt tokens computed in one scheduler step at most."""
+    inter_token_ms: float = 0.0
+    """Duration of one decode step in milliseconds; ``0`` means as fast as possible."""
+    speedup: float = 1.0
+    """Divides every simulated duration, health checks included."""
+    context_length: int = 32768
+    vocab_size: int = 1024
+    seed: int = 0
+    """Seed of the answers; the boot identity (``random_seed``) is independent of it."""
+    api_key: str | None = None
+    admin_api_key: str | None = None
+    weight_version: str = "default"
+    incremental_streaming_output: bool = False
+    is_embedding: bool = False
+    """Answer the embedding routes instead of refusing them like a generation model."""
+    die_on_bad_input: bool = True
+    """Die as the real engine does on a negative token id, an empty text or too many top log-probabilities."""
+    dynamic_batch_tokenizer_ms: float = 0.0
+    """Real milliseconds between registering and dispatching a request; ``0`` means no such window."""
+    unary_disconnect_poll_s: float = 4.0
+    """Real seconds between two looks at whether a unary caller has left."""
+    late_abort_s: float = 2.0
+    """Real seconds after a stream's end when its id is aborted once more, whoever uses it by then."""
+    health_min_s: float = 1.0
+    health_timeout_s: float = 20.0
+    keep_alive_s: float = 5.0
+    """Real seconds after which an idle connection is closed."""
+    log_limit: int = 10_000
+    """Log entries kept of each kind; the oldest are dropped."""
+    log_body_bytes: int = 65_536
+    """Request bodies up to this size stay readable in the log; longer ones leave their digest only."""
+    kv_events: str | None = None
+    replay: str | None = None
+    node_rank: int = 0
+    nnodes: int = 1
+    dist_init_addr: str | None = None
+    bootstrap_port: int = 8998
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot work.
+
+        Raises:
+            OptionError: With a message that names the option.
+        """
+        _refuse_unfinished(self)
+        for name in ("dp_size", "page_size", "num_blocks", "max_running", "chunked_prefill_tokens", "context_length"):
+            if getattr(self, name) < 1:
+                raise OptionError(f"{_flag(name)} must be at least 1")
+        for name in ("max_queued", "prefill_tokens_per_s", "inter_token_ms", "dynamic_batch_tokenizer_ms"):
+            if getattr(self, name) < 0:
+                raise OptionError(f"{_flag(name)} must not be negative")
+        if not 0 <= self.port <= 65535:
+            raise OptionError("--port must be between 0 and 65535")
+        if self.vocab_size < 259:
+            raise OptionError("--vocab-size must be at least 259: 3 special tokens and 256 bytes")
+        if self.speedup <= 0:
+            raise OptionError("--speedup must be above 0")
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens that one rank's KV pool holds."""
+        return self.num_blocks * self.page_size
+
+    @property
+    def max_input_tokens(self) -> int:
+        """Longest prompt that fits into context and pool; SGLang keeps six slots back."""
+        return min(self.context_length, self.pool_tokens) - 6
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _refuse_unfinished(options: EngineOptions) -> None:
+    if options.engine != "sglang":
+        raise OptionError(f"--engine {options.engine}: not yet, this release simulates sglang only")
+    if options.role != "regular":
+        raise OptionError(f"--role {options.role}: not yet, this release simulates regular engines only")
+    if options.kv_events is not None or options.replay is not None:
+        raise OptionError("--kv-events and --replay: not yet, this release publishes no KV events")
+    if options.node_rank != 0 or options.nnodes != 1 or options.dist_init_addr is not None:
+        raise OptionError(
+            "--node-rank, --nnodes and --dist-init-addr: not yet, this release simulates single nodes only"
+        )

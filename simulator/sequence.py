@@ -1,0 +1,158 @@
+"""One sequence on its way through a scheduler: what it wants, what it has produced, how it ended.
+
+Pure: times are given by the caller, in seconds of one clock.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+from simulator.cache import Lease
+from simulator.text import TextDecoder, TokenSource
+
+
+class SequenceState(enum.Enum):
+    """Where a sequence is."""
+
+    NEW = "new"
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class FinishKind(enum.Enum):
+    """Why a sequence ended, in SGLang's words."""
+
+    LENGTH = "length"
+    STOP = "stop"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """How a sequence ended.
+
+    ``is_short`` marks the ends that never reached the model runner's answer (waiting queue, queue
+    full): their ``meta_info`` lacks most fields.
+    """
+
+    kind: FinishKind
+    matched: int | str | None = None
+    message: str = ""
+    status_code: int | None = None
+    err_type: str | None = None
+    is_short: bool = False
+
+
+ABORTED = Finish(FinishKind.ABORT, message="Aborted")
+ABORTED_WAITING = Finish(FinishKind.ABORT, message="Abort in waiting queue", is_short=True)
+QUEUE_FULL = Finish(FinishKind.ABORT, message="The request queue is full.", status_code=503, is_short=True)
+
+
+@dataclass(frozen=True, slots=True)
+class StopRule:
+    """What ends a sequence before its length."""
+
+    strings: tuple[str, ...] = ()
+    token_ids: frozenset[int] = frozenset()
+    min_new_tokens: int = 0
+    keep_text: bool = False
+    """Leave the matched text in the answer (``no_stop_trim``)."""
+
+
+NO_STOP = StopRule()
+
+
+@dataclass(slots=True)
+class Times:
+    """Moments of one sequence; ``0.0`` means not yet."""
+
+    received: float = 0.0
+    dispatched: float = 0.0
+    queued: float = 0.0
+    started: float = 0.0
+    prefilled: float = 0.0
+    first_token: float = 0.0
+    first_sent: float = 0.0
+    finished: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One prompt and the answer to it.
+
+    ``owner`` is whatever the wire shell needs to find the caller again; the scheduler never looks
+    at it. ``match_limit`` bounds the cached prefix: prompt log-probabilities need their tokens computed.
+    """
+
+    rid: str
+    prompt: Seq[int]
+    max_new_tokens: int
+    source: TokenSource
+    owner: Any
+    namespace: str = ""
+    stop: StopRule = NO_STOP
+    match_limit: int | None = None
+    is_streamed: bool = False
+    keeps_output_when_retracted: bool = True
+    first_finish: Finish | None = None
+    """An end decided in advance, reported with the first token (a grammar that does not compile)."""
+    state: SequenceState = SequenceState.NEW
+    output: list[int] = field(default_factory=list)
+    text: str = ""
+    decoder: TextDecoder = field(default_factory=TextDecoder)
+    rank: int | None = None
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    """Leading tokens of prompt and output whose cache entries exist."""
+    retractions: int = 0
+    is_aborting: bool = False
+    finish: Finish | None = None
+    lease: Lease | None = None
+    times: Times = field(default_factory=Times)
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and output so far."""
+        return [*self.prompt, *self.output]
+
+    def append(self, token: int) -> None:
+        """Take one more output token and look for a reason to stop."""
+        self.output.append(token)
+        stop = self.stop
+        may_stop = stop is not NO_STOP and len(self.output) > stop.min_new_tokens
+        if may_stop and token in stop.token_ids:
+            if stop.keep_text:
+                self.text += self.decoder.feed(token)
+            self._end(Finish(FinishKind.STOP, matched=token))
+            return
+        piece = self.decoder.feed(token)
+        self.text += piece
+        if may_stop and piece and stop.strings and self._stops_at_string(len(piece)):
+            return
+        if len(self.output) >= self.max_new_tokens:
+            self._end(Finish(FinishKind.LENGTH))
+
+    def _stops_at_string(self, new_characters: int) -> bool:
+        text = self.text
+        for string in self.stop.strings:
+            # A new match ends inside the new characters, so only the tail can hold it.
+            found = text.find(string, max(0, len(text) - new_characters - len(string) + 1))
+            if found >= 0:
+                if not self.stop.keep_text:
+                    self.text = text[:found]
+                self._end(Finish(FinishKind.STOP, matched=string))
+                return True
+        return False
+
+    def _end(self, finish: Finish) -> None:
+        self.finish = finish
+        self.text += self.decoder.flush()
+
+    def end(self, finish: Finish) -> None:
+        """End from outside, for instance by an abort."""
+        if self.finish is None:
+            self._end(finish)

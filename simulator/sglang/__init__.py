@@ -1,0 +1,1 @@
+"""SGLang's HTTP interface over the simulated engine."""

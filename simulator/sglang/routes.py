@@ -1,0 +1,107 @@
+"""Path table of the simulated SGLang server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import orjson
+
+from simulator.core import Core
+from simulator.exchange import Exchange
+from simulator.faulting import FaultRunner
+from simulator.faults import RequestFacts
+from simulator.sglang import admin, info
+from simulator.sglang.auth import is_allowed
+from simulator.sglang.generate import handle_generate
+
+Handler = Callable[[Core, Exchange], None]
+
+_GET, _POST, _POST_PUT, _BOTH = ("GET",), ("POST",), ("POST", "PUT"), ("GET", "POST")
+
+
+def _text(body: bytes, content_type: str | None = "application/json") -> Handler:
+    return lambda core, exchange: exchange.respond(200, body, content_type)
+
+
+_ROUTES: dict[str, tuple[tuple[str, ...], Handler]] = {
+    "/": (_GET, _text(b'"SGLang is running"')),
+    "/ping": (_GET, _text(b"", None)),
+    "/ready": (_GET, admin.handle_ready),
+    "/health": (_GET, admin.handle_health),
+    "/health_generate": (_GET, admin.handle_health),
+    "/metrics": (_GET, info.handle_metrics),
+    "/server_info": (_GET, info.handle_server_info),
+    "/get_server_info": (_GET, info.handle_server_info),
+    "/model_info": (_GET, info.handle_model_info),
+    "/get_model_info": (_GET, info.handle_model_info),
+    "/v1/models": (_GET, info.handle_models),
+    "/v1/loads": (_GET, info.handle_loads),
+    "/abort_request": (_POST, admin.handle_abort),
+    "/pause_generation": (_POST, admin.handle_pause),
+    "/continue_generation": (_POST, admin.handle_continue),
+    "/flush_cache": (_BOTH, admin.handle_flush),
+    "/update_weights_from_disk": (_POST, admin.handle_weights),
+    "/update_weights_from_tensor": (_POST, admin.handle_weights),
+    "/update_weights_from_distributed": (_POST, admin.handle_weights),
+    "/update_weight_version": (_POST, admin.handle_weights),
+    "/release_memory_occupation": (_BOTH, admin.handle_empty),
+    "/resume_memory_occupation": (_BOTH, admin.handle_empty),
+    "/load_lora_adapter": (_POST, admin.handle_lora),
+    "/unload_lora_adapter": (_POST, admin.handle_lora),
+}
+
+# Routes that make sequences, and so need the faults of their streams.
+_GENERATION: dict[str, tuple[tuple[str, ...], Callable[[Core, FaultRunner, Exchange], None]]] = {
+    "/generate": (_POST_PUT, handle_generate),
+}
+
+
+class SGLangApi:
+    """The routes, bound to one boot of the engine."""
+
+    def __init__(self, core: Core, faults: FaultRunner) -> None:
+        self._core = core
+        self._faults = faults
+
+    def facts(self, exchange: Exchange) -> RequestFacts:
+        """Return what faults can be matched with."""
+        request = exchange.request
+        is_generation = request.path in _GENERATION
+        try:
+            raw = orjson.loads(request.body)
+        except orjson.JSONDecodeError:
+            raw = None
+        if not isinstance(raw, dict):
+            return RequestFacts(request.method, request.path, is_generation)
+        rid, model = raw.get("rid"), raw.get("model")
+        rids = tuple(map(str, rid)) if isinstance(rid, list) else (rid,) if isinstance(rid, str) else ()
+        named = model if isinstance(model, str) else None
+        return RequestFacts(request.method, request.path, is_generation, rids, named, raw.get("stream") is True)
+
+    def handle(self, exchange: Exchange) -> None:
+        """Answer a request, now or later."""
+        request = exchange.request
+        core = self._core
+        if not is_allowed(core.options, request.method, request.path, request.header(b"authorization")):
+            exchange.respond(401, b'{"error":"Unauthorized"}')
+            return
+        generation = _GENERATION.get(request.path)
+        if generation is not None:
+            methods, handler = generation
+            if request.method in methods:
+                handler(core, self._faults, exchange)
+            else:
+                _not_allowed(exchange, methods)
+            return
+        path = "/v1/models" if request.path.startswith("/v1/models/") else request.path
+        route = _ROUTES.get(path)
+        if route is None:
+            exchange.respond(404, b'{"detail":"Not Found"}')
+        elif request.method not in route[0]:
+            _not_allowed(exchange, route[0])
+        else:
+            route[1](core, exchange)
+
+
+def _not_allowed(exchange: Exchange, methods: tuple[str, ...]) -> None:
+    exchange.respond(405, b'{"detail":"Method Not Allowed"}', extra=f"allow: {', '.join(methods)}\r\n")
