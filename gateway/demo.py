@@ -63,7 +63,8 @@ async def _serve(engines: list[SimulatedEngine], host: str, port: int) -> int:
         await engine.start()
         engines.append(engine)
     workers = tuple(WorkerSpec(engine.url) for engine in engines)
-    return await run_async(Settings(host=host, port=port, workers=workers), on_started=_welcome)
+    settings = Settings(host=host, port=port, workers=workers, log_level="warning")
+    return await run_async(settings, on_started=_welcome)
 
 
 async def _stop(engines: list[SimulatedEngine]) -> None:
