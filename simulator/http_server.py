@@ -8,7 +8,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Protocol, cast
 
 import httptools
 
@@ -69,8 +69,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Register with the engine and start the idle clock."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports do not inherit from it
         self._is_muted = not self.host.accepted(self)
         if not self._is_muted:
             self._arm_idle()

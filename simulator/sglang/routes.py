@@ -10,9 +10,12 @@ from simulator.core import Core
 from simulator.exchange import Exchange
 from simulator.faulting import FaultRunner
 from simulator.faults import RequestFacts
-from simulator.sglang import admin, info
+from simulator.sglang import admin, info, other
 from simulator.sglang.auth import is_allowed
 from simulator.sglang.generate import handle_generate
+from simulator.sglang.messages import handle_count_tokens, handle_messages
+from simulator.sglang.openai import handle_chat, handle_completions
+from simulator.sglang.responses import ResponseStore
 
 Handler = Callable[[Core, Exchange], None]
 
@@ -46,13 +49,29 @@ _ROUTES: dict[str, tuple[tuple[str, ...], Handler]] = {
     "/update_weight_version": (_POST, admin.handle_weights),
     "/release_memory_occupation": (_BOTH, admin.handle_empty),
     "/resume_memory_occupation": (_BOTH, admin.handle_empty),
+    "/tokenize": (_POST, other.handle_tokenize),
+    "/v1/tokenize": (_POST, other.handle_tokenize),
+    "/detokenize": (_POST, other.handle_detokenize),
+    "/v1/detokenize": (_POST, other.handle_detokenize),
+    "/v1/messages/count_tokens": (_POST, handle_count_tokens),
+    "/v1/embeddings": (_POST, other.handle_embeddings),
+    "/encode": (_POST_PUT, other.handle_encode),
+    "/classify": (_POST_PUT, other.handle_encode),
+    "/v1/rerank": (_POST_PUT, other.handle_rerank),
+    "/v1/score": (_POST, other.handle_score),
     "/load_lora_adapter": (_POST, admin.handle_lora),
     "/unload_lora_adapter": (_POST, admin.handle_lora),
 }
 
+# Routes that work on prompts without making sequences.
+_PROMPT_PATHS = frozenset({"/v1/embeddings", "/encode", "/classify", "/v1/rerank", "/v1/score"})
+
 # Routes that make sequences, and so need the faults of their streams.
 _GENERATION: dict[str, tuple[tuple[str, ...], Callable[[Core, FaultRunner, Exchange], None]]] = {
     "/generate": (_POST_PUT, handle_generate),
+    "/v1/chat/completions": (_POST, handle_chat),
+    "/v1/completions": (_POST, handle_completions),
+    "/v1/messages": (_POST, handle_messages),
 }
 
 
@@ -62,11 +81,13 @@ class SGLangApi:
     def __init__(self, core: Core, faults: FaultRunner) -> None:
         self._core = core
         self._faults = faults
+        self._responses = ResponseStore()
 
     def facts(self, exchange: Exchange) -> RequestFacts:
         """Return what faults can be matched with."""
         request = exchange.request
-        is_generation = request.path in _GENERATION
+        path = request.path
+        is_generation = path in _GENERATION or path in _PROMPT_PATHS or path == "/v1/responses"
         try:
             raw = orjson.loads(request.body)
         except orjson.JSONDecodeError:
@@ -93,6 +114,9 @@ class SGLangApi:
             else:
                 _not_allowed(exchange, methods)
             return
+        if request.path.startswith("/v1/responses"):
+            self._handle_responses(exchange)
+            return
         path = "/v1/models" if request.path.startswith("/v1/models/") else request.path
         route = _ROUTES.get(path)
         if route is None:
@@ -101,6 +125,20 @@ class SGLangApi:
             _not_allowed(exchange, route[0])
         else:
             route[1](core, exchange)
+
+    def _handle_responses(self, exchange: Exchange) -> None:
+        request = exchange.request
+        if request.path == "/v1/responses":
+            if request.method == "POST":
+                self._responses.handle_create(self._core, self._faults, exchange)
+            else:
+                _not_allowed(exchange, _POST)
+            return
+        methods = _POST if request.path.endswith("/cancel") else _GET
+        if request.method in methods:
+            self._responses.handle_get(exchange)
+        else:
+            _not_allowed(exchange, methods)
 
 
 def _not_allowed(exchange: Exchange, methods: tuple[str, ...]) -> None:
