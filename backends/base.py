@@ -1,0 +1,63 @@
+"""What the gateway asks of an engine kind; ``backends/sglang`` and ``backends/vllm`` answer."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from backends.json_body import JsonBody
+from backends.lifecycle import CancelPlan
+from backends.types import EngineFacts, ProbeResult, Worker
+from backends.upstream.base import Headers, UpstreamRequest
+
+
+class Backend(Protocol):
+    """One engine kind: its bodies, ids, aborts and metadata. Stateless but for the client it sends with."""
+
+    def engine_ids(self, path: str, base: str, batch_size: int | None) -> list[str]:
+        """The ids under which the engine runs a request, made from a fresh 32-hex ``base``.
+
+        Args:
+            path: The engine's route.
+            base: Fresh for every attempt.
+            batch_size: Number of items of a batch, ``None`` for a single request.
+        """
+
+    def generation_request(
+        self,
+        worker: Worker,
+        path: str,
+        body: JsonBody,
+        engine_ids: Sequence[str],
+        *,
+        is_batch: bool,
+        dp_rank: int | None,
+        is_stream: bool,
+        headers: Headers,
+    ) -> UpstreamRequest:
+        """Build the request of one leg.
+
+        Args:
+            worker: Where it goes; supplies the credential.
+            path: The engine's route, query included.
+            body: The client's body, which is not changed.
+            engine_ids: One id per item of a batch, else exactly one.
+            is_batch: The body holds a batch, so the ids go as a list where the route takes one.
+            dp_rank: Rank to run on; ``None`` leaves it to the engine.
+            is_stream: What to accept: events, or one JSON document.
+            headers: The client's headers that may pass.
+        """
+
+    def cancel_plan(self, facts: EngineFacts, *, is_stream: bool, has_own_ids: bool, is_paused: bool) -> CancelPlan:
+        """How a leg is told that its client is gone."""
+
+    def abort_request(self, worker: Worker, engine_id: str) -> UpstreamRequest:
+        """Build the request that tells the engine to stop ``engine_id``."""
+
+    async def identify(self, worker: Worker, timeout_s: float) -> EngineFacts:
+        """Read the engine's metadata.
+
+        Raises:
+            IdentifyFailed: Unreachable, unauthorised, or not a serving engine; the message is for operators.
+        """
+
+    async def probe(self, worker: Worker, timeout_s: float) -> ProbeResult:
+        """Ask the engine's cheap health check; never raises for network reasons."""

@@ -1,0 +1,109 @@
+"""A JSON object whose payload stays the client's own bytes.
+
+The body is parsed once, its top-level values kept as raw slices. Fields can be added or replaced without touching
+anything else: number spelling, key order and nested white space survive. Adding splices into the original bytes;
+replacing writes the object again from its slices, each of which is copied as it is.
+"""
+
+import json
+from collections.abc import Collection, Mapping
+
+import msgspec
+
+_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_WHITESPACE = b" \t\n\r"
+
+
+class JsonBodyError(ValueError):
+    """The body is not a JSON object, or repeats a key that must be unique.
+
+    Attributes:
+        key: The repeated key, ``None`` for any other fault.
+    """
+
+    def __init__(self, message: str, key: str | None = None) -> None:
+        super().__init__(message)
+        self.key = key
+
+
+class JsonBody:
+    """One JSON object: the original bytes, and its top-level fields as raw JSON.
+
+    Attributes:
+        raw: The original bytes.
+        fields: Top-level values by name, in order; slices of ``raw``. Of a repeated key the last one, as the
+            engines' parsers take it.
+    """
+
+    __slots__ = ("fields", "raw")
+
+    def __init__(self, raw: bytes, fields: dict[str, msgspec.Raw]) -> None:
+        self.raw = raw
+        self.fields = fields
+
+    @classmethod
+    def parse(cls, raw: bytes, unique: Collection[str] = ()) -> "JsonBody":
+        """Parse ``raw``.
+
+        Args:
+            raw: The whole body.
+            unique: Keys that may not occur twice at the top level.
+
+        Raises:
+            JsonBodyError: Not valid JSON, not an object, nested too deeply, or a key of ``unique`` is repeated.
+        """
+        try:
+            fields = _decoder.decode(raw)
+        except msgspec.ValidationError as exc:
+            raise JsonBodyError("the body must be a JSON object") from exc
+        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+            raise JsonBodyError(f"the body is not valid JSON: {exc}" if raw.strip() else "the body is empty") from exc
+        except RecursionError as exc:
+            raise JsonBodyError("the body is nested too deeply") from exc
+        body = cls(raw, fields)
+        for key in unique:
+            if key in fields and raw.count(b'"%b"' % key.encode()) > 1:
+                body._refuse_repeated(key)
+        return body
+
+    def _refuse_repeated(self, key: str) -> None:
+        """Look exactly, since the key's text also occurs elsewhere in the body."""
+        top: list[tuple[str, object]] = []
+
+        def remember(pairs: list[tuple[str, object]]) -> None:
+            top[:] = pairs  # objects end inside out, so the last call is for the outermost
+
+        try:
+            json.loads(self.raw, object_pairs_hook=remember, parse_int=str, parse_float=str)
+        except RecursionError as exc:
+            raise JsonBodyError("the body is nested too deeply") from exc
+        if sum(name == key for name, _ in top) > 1:
+            raise JsonBodyError(f"the field {key!r} is given more than once", key)
+
+    def text(self, key: str) -> bytes:
+        """The JSON text of a field, ``b""`` if it is absent or null."""
+        value = self.fields.get(key)
+        if value is None:
+            return b""
+        text = bytes(value)
+        return b"" if text == b"null" else text
+
+    def with_fields(self, changes: Mapping[str, bytes]) -> list[bytes | memoryview]:
+        """The body's bytes, in pieces, with ``changes`` applied.
+
+        Args:
+            changes: JSON text by field name; new fields go to the end.
+        """
+        if not changes:
+            return [self.raw]
+        if not any(key in self.fields for key in changes):
+            added = b",".join(b'"%b":%b' % (key.encode(), value) for key, value in changes.items())
+            start = memoryview(self.raw)[: self.raw.rstrip(_WHITESPACE).rindex(b"}")]
+            return [start, b"," if self.fields else b"", added, b"}"]
+        pieces: list[bytes | memoryview] = []
+        separator = b"{"
+        merged: dict[str, msgspec.Raw | bytes] = {**self.fields, **changes}
+        for key, value in merged.items():
+            pieces += [separator, json.dumps(key, ensure_ascii=False).encode(), b":", memoryview(value)]
+            separator = b","
+        return [*pieces, b"}"]

@@ -1,0 +1,111 @@
+"""SGLang's metadata: ``/model_info``, ``/server_info`` and ``/v1/models`` to ``EngineFacts``.
+
+Pure. ``/server_info`` is the dump of every server argument and may hold the engine's keys: only the fields below
+are decoded, and the body goes nowhere else.
+"""
+
+import re
+
+import msgspec
+
+from backends.types import EngineFacts, EngineKind, Role
+
+
+class _ModelInfo(msgspec.Struct):
+    served_model_name: str | None = None
+    model_path: str = ""
+    weight_version: str | None = None
+
+
+class _KvEvents(msgspec.Struct):
+    block_size: int | None = None
+    dp_size: int | None = None
+
+
+class _Internal(msgspec.Struct):
+    disaggregation_mode: str | None = None
+    effective_max_running_requests_per_dp: int | None = None
+
+
+class _ServerInfo(msgspec.Struct):
+    version: str = ""
+    served_model_name: str | None = None
+    model_path: str = ""
+    dp_size: int = 1
+    page_size: int | None = None
+    dcp_size: int | None = None
+    context_length: int | None = None
+    max_running_requests: int | None = None
+    incremental_streaming_output: bool = False
+    disaggregation_mode: str | None = None
+    random_seed: int | None = None
+    kv_events: _KvEvents | None = None
+    internal_states: list[_Internal] = []
+
+
+class _Model(msgspec.Struct):
+    id: str
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model] = []
+
+
+_ROLES = {
+    None: Role.REGULAR,
+    "": Role.REGULAR,
+    "null": Role.REGULAR,
+    "agg": Role.REGULAR,
+    "aggregated": Role.REGULAR,
+    "prefill": Role.PREFILL,
+    "decode": Role.DECODE,
+}
+
+
+def parse_version(text: str) -> tuple[int, ...]:
+    """Leading numbers of a release name: ``0.5.23.post1`` gives ``(0, 5, 23)``; ``()`` if there are none."""
+    match = re.match(r"\d+(?:\.\d+)*", text)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()
+
+
+def facts_from(model_info: bytes, server_info: bytes, models: bytes) -> EngineFacts:
+    """Decode the three bodies.
+
+    Raises:
+        msgspec.ValidationError: A field is not of the type that the engine documents, or the role is unknown.
+    """
+    model = msgspec.json.decode(model_info, type=_ModelInfo)
+    server = msgspec.json.decode(server_info, type=_ServerInfo)
+    served = msgspec.json.decode(models, type=_Models)
+    base = next((item for item in served.data if item.parent is None), None)
+    model_id = base.id if base else model.served_model_name or server.served_model_name or model.model_path
+    # A role that was switched at run time shows in internal_states only.
+    mode = next((state.disaggregation_mode for state in server.internal_states), server.disaggregation_mode)
+    if mode not in _ROLES:
+        raise msgspec.ValidationError(f"unknown disaggregation_mode {mode!r}")
+    kv = server.kv_events
+    # The top-level dp_size of some releases predates attention DP; the descriptor of the event publishers does not.
+    dp_size = max(kv.dp_size if kv and kv.dp_size else server.dp_size, 1)
+    page_size = kv.block_size if kv and kv.block_size else (server.page_size or 1) * (server.dcp_size or 1)
+    return EngineFacts(
+        engine=EngineKind.SGLANG,
+        version=parse_version(server.version),
+        version_text=server.version,
+        model_id=model_id,
+        role=_ROLES[mode],
+        dp_size=dp_size,
+        page_size=page_size,
+        context_tokens=server.context_length or (base.max_model_len if base else None),
+        incremental_output=server.incremental_streaming_output,
+        max_running_requests=_max_running(server, dp_size),
+        boot_id="" if server.random_seed is None else str(server.random_seed),
+        weight_version=model.weight_version,
+    )
+
+
+def _max_running(server: _ServerInfo, dp_size: int) -> int | None:
+    """The limit over all ranks; the scheduler's own figure counts per rank and is there even when none was set."""
+    per_rank = next((state.effective_max_running_requests_per_dp for state in server.internal_states), None)
+    return per_rank * dp_size if per_rank else server.max_running_requests

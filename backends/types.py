@@ -1,0 +1,81 @@
+"""What a worker is, and what its engine has told about itself."""
+
+import enum
+from dataclasses import dataclass, field
+
+from backends.upstream.base import Origin
+
+
+class EngineKind(enum.StrEnum):
+    """Engine software."""
+
+    SGLANG = "sglang"
+    VLLM = "vllm"
+
+
+class Role(enum.StrEnum):
+    """Part that a worker plays in serving a request."""
+
+    REGULAR = "regular"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class ProbeResult(enum.StrEnum):
+    """Outcome of one health probe."""
+
+    UP = "up"
+    PAUSED = "paused"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One addressable engine instance.
+
+    Attributes:
+        id: Stable, readable, safe in a URL path.
+        url: Address as configured, without trailing slash.
+        origin: The same address taken apart.
+        api_key: Credential for the engine's ordinary routes, ``None`` if it needs none.
+        admin_api_key: Credential for its admin routes; falls back to ``api_key``.
+    """
+
+    id: str
+    url: str
+    origin: Origin
+    api_key: str | None = field(default=None, repr=False)
+    admin_api_key: str | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What an engine says about itself, read once per life of its process.
+
+    Attributes:
+        engine: Software.
+        version: Release as a tuple of numbers, empty if it could not be read.
+        version_text: Release as the engine spells it.
+        model_id: Name under which the model is served.
+        role: Part in disaggregation.
+        dp_size: Number of data-parallel ranks, ``>= 1``.
+        page_size: Tokens per block of the KV cache.
+        context_tokens: Longest sequence, ``None`` if unknown.
+        incremental_output: Streamed events hold deltas rather than everything so far.
+        max_running_requests: The engine's own limit over all ranks, ``None`` if it states none.
+        boot_id: Changes with every start of the engine's process.
+        weight_version: The engine's label of its weights, ``None`` if it has none.
+    """
+
+    engine: EngineKind
+    version: tuple[int, ...]
+    version_text: str
+    model_id: str
+    role: Role = Role.REGULAR
+    dp_size: int = 1
+    page_size: int = 1
+    context_tokens: int | None = None
+    incremental_output: bool = False
+    max_running_requests: int | None = None
+    boot_id: str = ""
+    weight_version: str | None = None

@@ -1,0 +1,200 @@
+"""One request on HTTP/1.1 and the answer that comes back: buffering, waiting, interruption, resending."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from backends.errors import CallClosed, CallInterrupted, UpstreamError
+from backends.upstream.base import AnswerHead, Origin, UpstreamRequest
+
+# Above this many unread bytes the connection is paused. Two of the largest reads that uvloop makes.
+PAUSE_READING_BYTES = 512 * 1024
+
+
+class Carrier(Protocol):
+    """A connection, as far as a call knows it."""
+
+    def start(self, call: "H1Call") -> None:
+        """Write the call's request and report its answer to it."""
+
+    def abandon(self) -> None:
+        """Close without waiting."""
+
+    def pause_reading(self) -> None:
+        """Stop reading."""
+
+    def resume_reading(self) -> None:
+        """Read on."""
+
+
+class H1Call:
+    """One request and its answer; see ``UpstreamCall``.
+
+    Args:
+        loop: The running loop.
+        origin: Where it goes.
+        request: What goes there.
+        reconnect: Connects anew and sends this call; used once, when a pooled connection turned out to be stale.
+    """
+
+    __slots__ = (
+        "_buffered_bytes",
+        "_connection",
+        "_error",
+        "_finished",
+        "_head",
+        "_interrupted",
+        "_loop",
+        "_parts",
+        "_reconnect",
+        "_resent",
+        "_task",
+        "_waiter",
+        "origin",
+        "request",
+        "written_at",
+    )
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        origin: Origin,
+        request: UpstreamRequest,
+        reconnect: "Callable[[H1Call], None]",
+    ) -> None:
+        self._loop = loop
+        self.origin = origin
+        self.request = request
+        self._reconnect = reconnect
+        self._connection: Carrier | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._head: AnswerHead | None = None
+        self._parts: list[bytes] = []
+        self._buffered_bytes = 0
+        self._finished = False
+        self._interrupted = False
+        self._resent = False
+        self._error: Exception | None = None
+        self.written_at: float | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """True once the whole answer has arrived and been read."""
+        return self._finished and not self._parts
+
+    async def head(self) -> AnswerHead:
+        """Wait for the answer's head; see ``UpstreamCall.head``."""
+        while self._head is None:
+            if self._error is not None:
+                raise self._error
+            await self._wait()
+        return self._head
+
+    async def read(self) -> bytes:
+        """Return what has arrived since the last read; see ``UpstreamCall.read``."""
+        while not self._parts:
+            if self._error is not None:
+                raise self._error
+            if self._finished:
+                return b""
+            await self._wait()
+        parts = self._parts
+        data = parts[0] if len(parts) == 1 else b"".join(parts)
+        self._parts = []
+        if self._buffered_bytes >= PAUSE_READING_BYTES and self._connection is not None:
+            self._connection.resume_reading()
+        self._buffered_bytes = 0
+        return data
+
+    async def _wait(self) -> None:
+        if self._interrupted:
+            self._interrupted = False
+            raise CallInterrupted
+        self._waiter = waiter = self._loop.create_future()
+        try:
+            await waiter
+        finally:
+            self._waiter = None
+        if self._interrupted:
+            self._interrupted = False
+            raise CallInterrupted
+
+    def _wake(self) -> None:
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def interrupt(self) -> None:
+        """Interrupt the present or next wait; see ``UpstreamCall.interrupt``."""
+        self._interrupted = True
+        self._wake()
+
+    def close(self) -> None:
+        """Give the call up; see ``UpstreamCall.close``."""
+        if self._error is None and not self._finished:
+            self._error = CallClosed("closed by this side")
+        self._parts = []
+        self._buffered_bytes = 0
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.abandon()
+        self._wake()
+
+    # What the connection reports.
+
+    def on_head(self, head: AnswerHead) -> None:
+        """The final answer's head has arrived."""
+        self._head = head
+
+    def on_data(self, data: bytes) -> None:
+        """A piece of the body has arrived."""
+        self._parts.append(data)
+        self._buffered_bytes += len(data)
+
+    def on_read_done(self) -> None:
+        """One read from the socket has been taken apart: wake the waiter, or pause the worker."""
+        if self._buffered_bytes >= PAUSE_READING_BYTES and self._connection is not None:
+            self._connection.pause_reading()
+        self._wake()
+
+    def on_complete(self) -> None:
+        """The answer is complete and the connection no longer belongs to this call."""
+        self._finished = True
+        self._connection = None
+        self._wake()
+
+    def on_lost(self, error: UpstreamError, *, may_resend: bool) -> None:
+        """The connection ended early; a stale pooled one is replaced once, since the worker has read nothing."""
+        self._connection = None
+        if may_resend and not self._resent:
+            self._resent = True
+            self._reconnect(self)
+            return
+        self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """End the call with ``error``; the first error stays."""
+        self._task = None
+        if self._error is None:
+            self._error = error
+        self._wake()
+
+    def attach(self, connection: "Carrier") -> None:
+        """Write the request on ``connection``, which belongs to this call until the answer is complete."""
+        self._task = None
+        self._connection = connection
+        self.written_at = self._loop.time()
+        connection.start(self)
+
+    @property
+    def is_closed(self) -> bool:
+        """True once the call has an error, ``close`` included."""
+        return self._error is not None
+
+    def set_connecting(self, task: asyncio.Task[None]) -> None:
+        """Remember the connection attempt, which ``close`` cancels."""
+        self._task = task

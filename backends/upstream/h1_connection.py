@@ -1,0 +1,209 @@
+"""One HTTP/1.1 connection to a worker: ``httptools`` on ``asyncio.Protocol``."""
+
+import asyncio
+from typing import Any, Protocol, cast
+
+import httptools
+
+from backends.errors import AnswerBroken, AnswerMalformed, ConnectionDropped, UpstreamError
+from backends.upstream.base import AnswerHead, Headers, Origin
+from backends.upstream.h1_call import H1Call
+
+# Larger bodies are not copied into one buffer with the head.
+JOIN_BODY_BELOW_BYTES = 64 * 1024
+
+
+class Pool(Protocol):
+    """Where connections are kept between calls."""
+
+    def connection_opened(self, connection: "H1Connection") -> None:
+        """Count a connection."""
+
+    def connection_closed(self, connection: "H1Connection") -> None:
+        """Forget a connection."""
+
+    def release(self, origin: Origin, connection: "H1Connection") -> None:
+        """Keep a clean connection for reuse."""
+
+
+class H1Connection(asyncio.Protocol):
+    """One TCP or TLS connection to a worker; carries one call at a time."""
+
+    __slots__ = (
+        "_call",
+        "_chunked",
+        "_content_length",
+        "_content_type",
+        "_has_received",
+        "_headers",
+        "_is_paused",
+        "_parser",
+        "_pool",
+        "_served",
+        "_status",
+        "_transport",
+        "idle_since",
+        "origin",
+    )
+
+    def __init__(self, pool: Pool, origin: Origin) -> None:
+        self._pool = pool
+        self.origin = origin
+        self._transport: asyncio.Transport | None = None
+        self._parser: Any = None
+        self._call: H1Call | None = None
+        self._served = 0
+        self._is_paused = False
+        self._has_received = False
+        self._reset_answer()
+        self.idle_since = 0.0
+
+    def _reset_answer(self) -> None:
+        self._headers: Headers = []
+        self._status = 0
+        self._content_length: int | None = None
+        self._content_type = ""
+        self._chunked = False
+
+    def start(self, call: H1Call) -> None:
+        """Write the call's request; small bodies go out in one buffer with the head."""
+        assert self._transport is not None
+        request, origin = call.request, call.origin
+        self._call = call
+        self._parser = httptools.HttpResponseParser(self)
+        self._has_received = False
+        self._reset_answer()
+        length = sum(map(len, request.body))
+        head = [
+            f"{request.method} {origin.path_prefix}{request.path} HTTP/1.1\r\nhost: {origin.authority}\r\n".encode()
+        ]
+        head += [b"%b: %b\r\n" % header for header in request.headers]
+        if length or request.method != "GET":
+            head.append(b"content-length: %d\r\n" % length)
+        head.append(b"\r\n")
+        if length < JOIN_BODY_BELOW_BYTES:
+            self._transport.write(b"".join([*head, *request.body]))
+        else:
+            self._transport.writelines([b"".join(head), *request.body])
+
+    def is_usable(self) -> bool:
+        """False once either side has begun to close."""
+        return self._transport is not None and not self._transport.is_closing()
+
+    def abandon(self) -> None:
+        """The call gave up inside its answer: nothing else can be carried, so close without waiting."""
+        self._call = None
+        if self._transport is not None:
+            self._transport.abort()
+
+    def pause_reading(self) -> None:
+        """Stop reading until ``resume_reading``."""
+        if not self._is_paused and self._transport is not None:
+            self._is_paused = True
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Undo ``pause_reading``."""
+        if self._is_paused and self._transport is not None:
+            self._is_paused = False
+            self._transport.resume_reading()
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport (asyncio callback)."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports do not inherit from it
+        self._pool.connection_opened(self)
+
+    def data_received(self, data: bytes) -> None:
+        """Feed one read to the parser and report to the call once (asyncio callback)."""
+        if self._call is None:
+            # Bytes that no request asked for: the connection cannot be trusted any more.
+            self.abandon()
+            return
+        self._has_received = True
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as exc:
+            self._lost(AnswerMalformed(f"not a valid HTTP answer: {exc}"))
+            self.abandon()
+            return
+        if self._call is not None:
+            self._call.on_read_done()
+
+    def eof_received(self) -> None:
+        """The worker closes; the transport follows (asyncio callback)."""
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Report the end to the call, if one is running (asyncio callback)."""
+        self._pool.connection_closed(self)
+        self._transport = None
+        if self._call is None:
+            return
+        if self._status and not self._chunked and self._content_length is None and exc is None:
+            self._complete(reusable=False)  # a body that ends with the connection
+            return
+        detail = f": {exc}" if exc is not None else ""
+        if self._has_received:
+            self._lost(AnswerBroken(f"the connection ended inside the answer{detail}"))
+        else:
+            self._lost(
+                ConnectionDropped(f"the connection ended before any byte of an answer{detail}"),
+                may_resend=self._served > 0,
+            )
+
+    def _lost(self, error: UpstreamError, *, may_resend: bool = False) -> None:
+        call, self._call = self._call, None
+        if call is not None:
+            call.on_lost(error, may_resend=may_resend)
+
+    def _complete(self, *, reusable: bool) -> None:
+        call, self._call = self._call, None
+        self._served += 1
+        self.resume_reading()
+        if call is not None:
+            call.on_complete()
+        if reusable and self.is_usable():
+            self._pool.release(self.origin, self)
+        elif self._transport is not None:
+            self._transport.close()
+
+    # httptools callbacks
+
+    def on_message_begin(self) -> None:
+        """Begin of an answer; one that nobody asked for ends the connection (httptools callback)."""
+        if self._call is None:
+            self._pool.connection_closed(self)
+            self.abandon()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One header (httptools callback)."""
+        name = name.lower()
+        self._headers.append((name, value))
+        if name == b"content-length":
+            self._content_length = int(value)
+        elif name == b"transfer-encoding":
+            self._chunked = b"chunked" in value.lower()
+        elif name == b"content-type":
+            self._content_type = value.split(b";", 1)[0].strip().lower().decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        """End of a head; informational answers are skipped (httptools callback)."""
+        status = self._parser.get_status_code()
+        if status < 200:
+            self._reset_answer()
+            return
+        self._status = status
+        length = None if self._chunked else self._content_length
+        if self._call is not None:
+            self._call.on_head(AnswerHead(status, self._headers, length, self._content_type))
+
+    def on_body(self, data: bytes) -> None:
+        """A piece of the body, already unchunked (httptools callback)."""
+        if self._call is not None:
+            self._call.on_data(data)
+
+    def on_message_complete(self) -> None:
+        """End of an answer (httptools callback)."""
+        if self._status and self._call is not None:
+            self._complete(reusable=self._parser.should_keep_alive())
