@@ -1,0 +1,28 @@
+"""Why no rank can be chosen.
+
+RoutingError
+├── ModelRequired      several models are served and the request names none
+├── UnknownModel       no worker has ever served that model
+├── NoReadyWorker      the model is known, but nothing that serves it can take a request now
+└── NoSuchRank         the request is pinned to a rank or worker that does not exist
+"""
+
+
+class RoutingError(Exception):
+    """Root of everything that this package raises on purpose; the message is meant for the client."""
+
+
+class ModelRequired(RoutingError):
+    """Several models are served and the request names none."""
+
+
+class UnknownModel(RoutingError):
+    """No worker serves or has served that model."""
+
+
+class NoReadyWorker(RoutingError):
+    """The model is known, but nothing that serves it can take a request now."""
+
+
+class NoSuchRank(RoutingError):
+    """The request is pinned to a rank or worker that does not exist."""

@@ -1,0 +1,26 @@
+"""Names of policies to their constructors. Pure."""
+
+import random
+from collections.abc import Callable
+
+from routers.base import Router
+from routers.least_loaded import LeastLoaded
+
+POLICIES: dict[str, Callable[[random.Random], Router]] = {LeastLoaded.name: LeastLoaded}
+DEFAULT_POLICY = LeastLoaded.name
+
+
+def make_policy(name: str | None, seed: int | None) -> Router:
+    """Make a policy by name.
+
+    Args:
+        name: A key of ``POLICIES``; ``None`` takes the default.
+        seed: Seed of its random choices; ``None`` takes one from the operating system.
+
+    Raises:
+        ValueError: There is no such policy.
+    """
+    constructor = POLICIES.get(name or DEFAULT_POLICY)
+    if constructor is None:
+        raise ValueError(f"unknown policy {name!r}, known: {', '.join(sorted(POLICIES))}")
+    return constructor(random.Random(seed))
