@@ -1,0 +1,296 @@
+"""The engine's answer on its way to the client: headers, events, and the verdict on how it ended. Pure.
+
+Events are looked at twice: the first, because an error there still has a true status, and the last before the end,
+for verdict and usage. The rest is bytes with ids replaced.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from backends.sse import DONE_DATA, DONE_EVENT, EventCutter, data_of, events
+from backends.upstream.base import AnswerHead, Headers
+from gateway.errors import MAX_ENGINE_TEXT_CHARS, EngineRefused, ErrorReport, engine_failure
+from gateway.ids import IdMap
+from gateway.outcome import Outcome
+
+HOP_BY_HOP = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"trailers",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
+# Ours to set, or about the hop between engine and gateway.
+NOT_PASSED = HOP_BY_HOP | {b"server", b"date", b"x-request-id", b"content-length"}
+
+_TOKENS = re.compile(rb'"(prompt|completion|cached)_tokens":(\d+)')
+_FINISH_TYPE = re.compile(rb'"finish_reason":(?:\{"type":)?"(\w+)"')
+_ABORT = (b'"type":"abort"', b'"finish_reason":"abort"')
+_ERROR_EVENT = b'data: {"error"'
+# Unquoted, these bytes cannot be part of a generated text, in which quotes are escaped.
+_LOOK_AT_BYTES = 64 * 1024
+
+
+def passed_headers(head: AnswerHead) -> Headers:
+    """The engine's headers that the client gets."""
+    named = {
+        token.strip().lower() for name, value in head.headers if name == b"connection" for token in value.split(b",")
+    }
+    return [h for h in head.headers if h[0] not in NOT_PASSED and h[0] not in named]
+
+
+class _FinishReason(msgspec.Struct):
+    type: str = ""
+    message: str | None = None
+    status_code: int | None = None
+
+
+class _MetaInfo(msgspec.Struct):
+    finish_reason: _FinishReason | None = None
+
+
+class _Error(msgspec.Struct):
+    message: str = ""
+    code: int | str | None = None
+
+
+class _Event(msgspec.Struct):
+    error: _Error | None = None
+    meta_info: _MetaInfo | None = None
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _Error | str | None = None
+    message: str = ""
+    detail: str | None = None
+
+
+_event = msgspec.json.Decoder(_Event)
+_error_body = msgspec.json.Decoder(_ErrorBody)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts as the engine gave them, ``None`` where it gave none."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How an answer ended.
+
+    Attributes:
+        outcome: Its class.
+        is_terminated: The stream's own end marker was there.
+        usage: Token counts.
+        message: The engine's words, if it failed.
+    """
+
+    outcome: Outcome
+    is_terminated: bool
+    usage: Usage
+    message: str = ""
+
+
+def usage_of(texts: Iterable[bytes]) -> Usage:
+    """Sum the token counts in the given pieces of JSON: one object, or the items of a batch."""
+    found: dict[bytes, int] = {}
+    for text in texts:
+        for name, count in _TOKENS.findall(text):
+            found[name] = found.get(name, 0) + int(count)
+    return Usage(found.get(b"prompt"), found.get(b"completion"), found.get(b"cached"))
+
+
+def refusal_in(event_data: bytes) -> EngineRefused | None:
+    """The engine's error, if an event that came first holds one.
+
+    Engines answer many bad requests with status 200 and an error event, or with an abort that carries a status.
+    While nothing has been sent to the client, the true status can still be given.
+
+    Args:
+        event_data: Payload of the first event.
+    """
+    if b'"error"' not in event_data and b'"status_code":' not in event_data:
+        return None
+    try:
+        event = _event.decode(event_data)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    if event.error is not None:
+        code = event.error.code if isinstance(event.error.code, int) else 500
+        return _refused(code, event.error.message, body=event_data)
+    reason = event.meta_info.finish_reason if event.meta_info else None
+    if reason is None or reason.type != "abort" or reason.status_code is None:
+        return None
+    return _refused(reason.status_code, reason.message or "", body=None)
+
+
+def _refused(status: int, message: str, *, body: bytes | None) -> EngineRefused:
+    if not 400 <= status <= 599:
+        status = 500
+    if status >= 500:
+        return EngineRefused(engine_failure(status, message))
+    outcome = Outcome.OVERLOADED if status == 429 else Outcome.REJECTED
+    report = ErrorReport(status, "invalid_request", message[:MAX_ENGINE_TEXT_CHARS], outcome)
+    return EngineRefused(report, body=body, headers=[(b"content-type", b"application/json")])
+
+
+def engine_message(body: bytes) -> str:
+    """The text in an engine's error body, whichever of its shapes that has."""
+    try:
+        parsed = _error_body.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return body[:MAX_ENGINE_TEXT_CHARS].decode("utf-8", "replace")
+    if isinstance(parsed.error, str):
+        return parsed.error
+    return (parsed.error.message if parsed.error else "") or parsed.message or parsed.detail or ""
+
+
+class StreamAnswer:
+    """One stream of events: whole events out, with public ids, and the verdict at the end.
+
+    Args:
+        ids: Replaces engine ids.
+        max_event_bytes: Bound of one event.
+        was_aborted: Told at the end whether this side asked the engine to stop.
+    """
+
+    __slots__ = ("_abort_block", "_cutter", "_ids", "_last", "_saw_done", "_saw_error", "bytes_in", "events_seen")
+
+    def __init__(self, ids: IdMap, max_event_bytes: int) -> None:
+        self._ids = ids
+        self._cutter = EventCutter(max_event_bytes)
+        self._last = b""
+        self._abort_block = b""
+        self._saw_done = False
+        self._saw_error = False
+        self.bytes_in = 0
+        self.events_seen = 0
+
+    def feed(self, data: bytes) -> bytes:
+        """Take one read and return the whole events in it, rewritten; ``b""`` if none is complete.
+
+        Raises:
+            AnswerTooLarge: One event passes the bound.
+        """
+        self.bytes_in += len(data)
+        block = self._cutter.feed(data)
+        if not block:
+            return b""
+        block = self._ids.apply(block)
+        self.events_seen += block.count(b"\n\n")
+        if block.endswith(DONE_EVENT):
+            self._saw_done = True
+            if len(block) == len(DONE_EVENT):
+                return block
+        self._last = block
+        if _ERROR_EVENT in block:
+            self._saw_error = True
+        if _ABORT[0] in block or _ABORT[1] in block:
+            self._abort_block = block
+        return block
+
+    @property
+    def partial_bytes(self) -> int:
+        """Bytes of an event that never ended."""
+        return self._cutter.held_bytes
+
+    def verdict(self, *, was_aborted: bool) -> Verdict:
+        """The verdict, once the engine's stream has ended."""
+        last = b""
+        for event in events(self._last):
+            payload = data_of(event)
+            if payload and payload != DONE_DATA:
+                last = payload
+        usage = usage_of([last[-_LOOK_AT_BYTES:]])
+        if not self._saw_done:
+            return Verdict(Outcome.TRUNCATED, False, usage, "the engine's stream ended without its end marker")
+        if self._saw_error:
+            return Verdict(Outcome.ENGINE_ERROR, True, usage, engine_message(last))
+        if self._abort_block:
+            return Verdict(_abort_outcome(self._abort_block), True, usage)
+        if not last and was_aborted:
+            return Verdict(Outcome.ABORTED, True, usage)
+        return Verdict(Outcome.COMPLETE, True, usage)
+
+
+def _abort_outcome(block: bytes) -> Outcome:
+    """Ordinary cancellation, or an engine's failure in the guise of an abort."""
+    for event in events(block):
+        refusal = refusal_in(data_of(event))
+        if refusal is not None:
+            return refusal.report.outcome
+    return Outcome.ABORTED
+
+
+def first_data(block: bytes) -> bytes:
+    """Payload of the first event in ``block`` that has one; ``b""`` for comments only."""
+    for event in events(block):
+        payload = data_of(event)
+        if payload:
+            return payload
+    return b""
+
+
+class BodyAnswer:
+    """A unary body that is sent on while it is read: ids replaced on the way, a little looked at for the log.
+
+    Args:
+        ids: Replaces engine ids.
+    """
+
+    __slots__ = ("_held", "_ids", "_is_abort", "_seen", "bytes_in")
+
+    def __init__(self, ids: IdMap) -> None:
+        self._ids = ids
+        self._held = b""
+        self._seen: list[bytes] = []
+        self._is_abort = False
+        self.bytes_in = 0
+
+    def feed(self, data: bytes) -> bytes:
+        """Take one piece and return what can be sent on."""
+        self.bytes_in += len(data)
+        data = self._held + data if self._held else data
+        held = self._ids.held(data)
+        self._held = data[len(data) - held :] if held else b""
+        ready = self._ids.apply(data[: len(data) - held] if held else data)
+        self._look(ready)
+        return ready
+
+    def end(self) -> bytes:
+        """What is left at the end of the body."""
+        rest, self._held = self._held, b""
+        return self._ids.apply(rest)
+
+    def _look(self, data: bytes) -> None:
+        if _ABORT[0] in data or _ABORT[1] in data:
+            self._is_abort = True
+        for start in {max(data.find(b'"prompt_tokens":') - 256, -1), max(data.find(b'"completion_tokens":') - 256, -1)}:
+            if start >= 0 and len(self._seen) < 64:
+                self._seen.append(data[start : start + 1024])
+
+    def verdict(self) -> Verdict:
+        """The verdict, once the body is complete."""
+        first = self._seen[0] if self._seen else b""
+        outcome = Outcome.ABORTED if self._is_abort else Outcome.COMPLETE
+        return Verdict(outcome, True, usage_of([first]))
+
+
+def unary_verdict(body: bytes) -> Verdict:
+    """The verdict on a whole unary body with a 2xx status."""
+    outcome = Outcome.ABORTED if _ABORT[0] in body or _ABORT[1] in body else Outcome.COMPLETE
+    return Verdict(outcome, True, usage_of([body]))

@@ -1,0 +1,47 @@
+"""Telling engines to stop requests."""
+
+from fastapi import APIRouter, Depends, Request, Response
+from pydantic import BaseModel, ConfigDict
+
+from gateway.api.json_response import json_response
+from gateway.api.refusals import client_guard, may_administer
+from gateway.auth import Keys
+from gateway.errors import GatewayError, InvalidRequest, forbidden, unauthorized
+from gateway.services import Services
+
+
+class AbortRequest(BaseModel):
+    """Body of ``POST /abort_request``; engines read no more than these two either."""
+
+    model_config = ConfigDict(strict=True)
+
+    rid: str = ""
+    abort_all: bool = False
+
+
+def control_router(services: Services, keys: Keys) -> APIRouter:
+    """Routes that act on running requests."""
+    router = APIRouter(dependencies=[Depends(client_guard(keys))])
+
+    @router.post("/abort_request")
+    async def abort_request(body: AbortRequest, request: Request) -> Response:
+        if body.abort_all:
+            if not may_administer(keys, request):
+                raise GatewayError(unauthorized(is_admin=True) if keys.has_admin_keys else forbidden())
+            wanted = list(dict.fromkeys(services.live.ids))
+        elif not body.rid:
+            raise InvalidRequest("'rid' is empty; give the id of a request, or abort_all", param="rid")
+        else:
+            wanted = [body.rid]
+        aborted: list[str] = []
+        missing: list[str] = []
+        workers: dict[str, None] = {}
+        for public_id in wanted:
+            found = [live.abort(item) for live, item in services.live.find(public_id)]
+            told = [worker for worker in found if worker is not None]
+            (aborted if told else missing).append(public_id)
+            workers.update(dict.fromkeys(told))
+        reports = [{"id": worker, "status": "told"} for worker in workers]
+        return json_response({"aborted": aborted, "not_found": missing, "workers": reports})
+
+    return router

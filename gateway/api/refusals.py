@@ -1,0 +1,89 @@
+"""The gateway's error shape on the routes that FastAPI serves, and the two guards in front of them."""
+
+import logging
+from collections.abc import Callable
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from gateway.auth import Keys
+from gateway.envelope import read_headers
+from gateway.errors import (
+    INTERNAL,
+    ErrorReport,
+    GatewayError,
+    InvalidRequest,
+    forbidden,
+    not_found,
+    report_of,
+    unauthorized,
+    wrong_method,
+)
+from gateway.outcome import Outcome
+from routers.errors import RoutingError
+
+logger = logging.getLogger("forebay.api")
+
+
+def refusal(report: ErrorReport, request: Request) -> Response:
+    """The answer that tells ``report``."""
+    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in report.headers}
+    return Response(report.body(request.headers.get("x-request-id")), report.status, headers)
+
+
+def install_error_shape(app: FastAPI) -> None:
+    """Make every error of ``app`` look like those of the data plane."""
+
+    async def on_http(request: Request, exc: Exception) -> Response:
+        assert isinstance(exc, HTTPException)
+        if exc.status_code == 404:
+            return refusal(not_found(request.url.path), request)
+        if exc.status_code == 405:
+            return refusal(wrong_method(request.method, (exc.headers or {}).get("Allow", "another method")), request)
+        report = ErrorReport(exc.status_code, "invalid_request", str(exc.detail), Outcome.REJECTED)
+        return refusal(report, request)
+
+    async def on_invalid(request: Request, exc: Exception) -> Response:
+        assert isinstance(exc, RequestValidationError)
+        first = exc.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        return refusal(InvalidRequest(f"{where}: {first['msg']}", param=where).report, request)
+
+    async def on_known(request: Request, exc: Exception) -> Response:
+        return refusal(report_of(exc), request)
+
+    async def on_unknown(request: Request, exc: Exception) -> Response:
+        logger.error("%s %s failed", request.method, request.url.path, exc_info=exc)
+        return refusal(INTERNAL, request)
+
+    app.add_exception_handler(HTTPException, on_http)
+    app.add_exception_handler(RequestValidationError, on_invalid)
+    app.add_exception_handler(GatewayError, on_known)
+    app.add_exception_handler(RoutingError, on_known)
+    app.add_exception_handler(Exception, on_unknown)
+
+
+def client_guard(keys: Keys) -> Callable[[Request], None]:
+    """A dependency that lets only clients with a key through, if keys are configured."""
+
+    def check(request: Request) -> None:
+        if not keys.may_use(read_headers(request.headers.raw)):
+            raise GatewayError(unauthorized(is_admin=False))
+
+    return check
+
+
+def may_administer(keys: Keys, request: Request) -> bool:
+    """Whether the client may use admin features."""
+    return keys.may_administer(read_headers(request.headers.raw), request.client.host if request.client else None)
+
+
+def admin_guard(keys: Keys) -> Callable[[Request], None]:
+    """A dependency that lets only administrators through."""
+
+    def check(request: Request) -> None:
+        if not may_administer(keys, request):
+            raise GatewayError(unauthorized(is_admin=True) if keys.has_admin_keys else forbidden())
+
+    return check

@@ -1,0 +1,99 @@
+"""The fleet and the gateway's inner counters, for administrators."""
+
+from collections.abc import Callable
+
+from fastapi import APIRouter, Depends, Response
+
+from backends.types import Role
+from gateway.api.json_response import json_response
+from gateway.api.refusals import admin_guard
+from gateway.auth import Keys
+from gateway.errors import InvalidRequest
+from gateway.services import Services
+from routers.fleet import Member, WorkerState
+
+
+def describe_member(services: Services, member: Member) -> dict[str, object]:
+    """One worker as ``GET /workers`` shows it."""
+    facts = member.facts
+    return {
+        "id": member.worker.id,
+        "url": member.worker.url,
+        "worker_type": str(member.role),
+        "engine": str(facts.engine) if facts else None,
+        "engine_version": facts.version_text if facts else None,
+        "role": str(member.role),
+        "model_id": member.model_id,
+        "is_healthy": member.is_up,
+        "is_ready": member.state is WorkerState.READY,
+        "is_draining": member.is_draining,
+        "load": member.in_flight,
+        "in_flight": member.in_flight,
+        "dp_size": facts.dp_size if facts else None,
+        "kv": {"state": "off", "blocks": 0, "epoch": None, "last_seq": None},
+        "state": str(member.state),
+        "detail": member.detail or services.fleet.reason(member),
+        "page_size": facts.page_size if facts else None,
+        "context_tokens": facts.context_tokens if facts else None,
+        "incremental_output": facts.incremental_output if facts else None,
+        "max_running_requests": facts.max_running_requests if facts else None,
+        "weight_version": facts.weight_version if facts else None,
+        "ranks": [
+            {"dp_rank": rank, "in_flight": load.in_flight, "blocks": load.blocks, "prefill_tokens": load.prefill_tokens}
+            for rank, load in enumerate(member.loads)
+        ],
+    }
+
+
+def inner_state(services: Services, drain_tasks: int) -> dict[str, int]:
+    """Counters that are all zero when nothing is going on."""
+    loads = [load for member in services.fleet for load in member.loads]
+    return {
+        "in_flight_requests": len(services.live),
+        "live_legs": len(services.legs),
+        "booked_requests": sum(load.in_flight for load in loads),
+        "booked_blocks": sum(load.blocks for load in loads),
+        "booked_prefill_tokens": sum(load.prefill_tokens for load in loads),
+        "live_rooms": 0,
+        "abort_tasks": len(services.aborter),
+        "prefill_background_tasks": 0,
+        "drain_tasks": drain_tasks,
+        "queued_requests": 0,
+        "upstream_connections_active": services.client.active_connections,
+        "open_tasks": services.client.connecting,
+    }
+
+
+def workers_router(services: Services, keys: Keys, drain_tasks: Callable[[], int]) -> APIRouter:
+    """Routes about workers.
+
+    Args:
+        services: Holds the fleet.
+        keys: Credentials.
+        drain_tasks: Number of drains under way.
+    """
+    router = APIRouter(dependencies=[Depends(admin_guard(keys))])
+
+    @router.get("/workers")
+    async def workers() -> Response:
+        members = list(services.fleet)
+        counts = {f"{role}_count": sum(member.role is role for member in members) for role in Role}
+        listed = [describe_member(services, member) for member in members]
+        return json_response({"workers": listed, "total": len(members), "stats": counts})
+
+    @router.get("/workers/{worker_id}")
+    async def worker(worker_id: str) -> Response:
+        member = services.fleet.get(worker_id)
+        if member is None:
+            raise InvalidRequest(f"there is no worker {worker_id!r}", param="worker_id", status=404, type="not_found")
+        return json_response(describe_member(services, member))
+
+    @router.get("/list_workers")
+    async def list_workers() -> Response:
+        return json_response({"urls": [member.worker.url for member in services.fleet]})
+
+    @router.get("/internal/state")
+    async def state() -> Response:
+        return json_response(inner_state(services, drain_tasks()))
+
+    return router

@@ -1,0 +1,188 @@
+"""Composition root: builds the parts and wires them."""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from ipaddress import ip_network
+
+from fastapi import FastAPI
+
+from backends.abort_supervisor import AbortSupervisor
+from backends.lifecycle import Cause
+from backends.sglang.backend import SGLangBackend
+from backends.types import EngineKind, Role, Worker
+from backends.upstream.base import Origin
+from backends.upstream.h1 import H1Client
+from backends.worker_spec import WorkerSpec, worker_id
+from gateway.access_log import AccessLog
+from gateway.api.control import control_router
+from gateway.api.health import health_router
+from gateway.api.models import models_router
+from gateway.api.refusals import install_error_shape
+from gateway.api.workers import workers_router
+from gateway.auth import Keys
+from gateway.data_plane import DataPlane
+from gateway.lifespan import ResumeWaits, WatchTimes, WorkerWatch
+from gateway.live import LiveRequests
+from gateway.metrics import Metrics
+from gateway.services import Limits, Services
+from gateway.settings import Settings, read_key_file, resolve_worker_keys
+from gateway.tasks import OwnedTasks, supervise
+from routers.fleet import Fleet, Member, WorkerState
+from routers.registry import make_policy
+
+logger = logging.getLogger("forebay")
+
+# How long legs get to end after their requests were stopped at the drain's deadline.
+STOP_GRACE_S = 1.0
+
+
+class Gateway:
+    """A gateway: its parts, its life, and the ASGI application. Made on a running loop.
+
+    Args:
+        settings: The effective settings.
+        access_log: Takes the access lines.
+
+    Attributes:
+        services: What requests are served with.
+        asgi: The ASGI application.
+        drained: Set when the drain after ``begin_drain`` is over.
+        failed: Name of the service loop whose end made the gateway unusable, ``None`` while all run.
+    """
+
+    def __init__(self, settings: Settings, access_log: AccessLog) -> None:
+        self.settings = settings
+        self._access_log = access_log
+        self._client = H1Client(connect_timeout_s=settings.connect_timeout_s)
+        # Probes and aborts keep to their own connections: they must not wait behind traffic, nor be counted as it.
+        self._control = H1Client(connect_timeout_s=settings.connect_timeout_s)
+        self._resumes = ResumeWaits()
+        self._loops = OwnedTasks("service")
+        self._drains = OwnedTasks("drain")
+        self.drained = asyncio.Event()
+        self.failed: str | None = None
+        self.services = self._make_services(settings)
+        self.keys = Keys(
+            read_key_file(settings.api_key_file) if settings.api_key_file else (),
+            read_key_file(settings.admin_api_key_file) if settings.admin_api_key_file else (),
+            [ip_network(network) for network in settings.admin_allow],
+        )
+        for spec in settings.workers:
+            self.services.fleet.add(self._member(spec))
+        self.asgi = DataPlane(self.services, self.keys, self._make_fastapi())
+
+    def _make_services(self, settings: Settings) -> Services:
+        live = LiveRequests()
+        fleet = Fleet(self._worker_changed)
+        metrics = Metrics(
+            in_flight=lambda: len(live),
+            knows_model=lambda model: model in fleet.models,
+            access_log_dropped=lambda: self._access_log.dropped_total,
+        )
+        aborter = AbortSupervisor(
+            self._control,
+            metrics,
+            lambda worker: self._resumes.wait(fleet, worker),
+            delay_s=settings.abort_delay_s,
+        )
+        return Services(
+            limits=Limits(
+                max_body_bytes=settings.max_body_bytes,
+                max_response_bytes=settings.max_response_bytes,
+                max_attempts=settings.max_attempts,
+                sse_done_after_error=settings.sse_done_after_error,
+            ),
+            fleet=fleet,
+            policy=make_policy(settings.policy, settings.seed),
+            client=self._client,
+            backends={EngineKind.SGLANG: SGLangBackend(self._control)},
+            aborter=aborter,
+            live=live,
+            legs=set(),
+            metrics=metrics,
+            log_access=self._access_log.write,
+            clock=time.monotonic,
+            wall_clock=time.time,
+            new_id=lambda: uuid.uuid4().hex,
+        )
+
+    def _member(self, spec: WorkerSpec) -> Member:
+        api_key, admin_api_key = resolve_worker_keys(spec)
+        worker = Worker(worker_id(spec), spec.url, Origin.from_url(spec.url), api_key, admin_api_key)
+        return Member(
+            worker,
+            pinned_model=spec.model,
+            pinned_role=None if spec.role == "auto" else Role(spec.role),
+            unhealthy_after=self.settings.unhealthy_after,
+            healthy_after=self.settings.healthy_after,
+        )
+
+    def _worker_changed(self, member: Member) -> None:
+        self.services.metrics.worker_ready(member.worker.id, member.state is WorkerState.READY)
+        self._resumes.changed(member)
+
+    def _make_fastapi(self) -> FastAPI:
+        app = FastAPI(title="Forebay", docs_url=None, redoc_url=None, openapi_url=None, lifespan=self._lifespan)
+        install_error_shape(app)
+        app.include_router(health_router(self.services))
+        app.include_router(models_router(self.services, self.keys))
+        app.include_router(control_router(self.services, self.keys))
+        app.include_router(workers_router(self.services, self.keys, lambda: len(self._drains)))
+        return app
+
+    @asynccontextmanager
+    async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        times = WatchTimes(
+            interval_s=self.settings.health_interval_s,
+            timeout_s=self.settings.health_timeout_s,
+            backoff_max_s=self.settings.identify_backoff_max_s,
+        )
+        for member in self.services.fleet:
+            watch = WorkerWatch(member, self.services.backends, times)
+            name = f"watch {member.worker.id}"
+            self._loops.spawn(supervise(name, watch.run, self._loop_failed), name)
+        try:
+            yield
+        finally:
+            await self._close()
+
+    def _loop_failed(self, name: str) -> None:
+        self.failed = name
+        self.services.is_draining = True
+        self.drained.set()
+
+    def begin_drain(self) -> None:
+        """Admit nothing more, let requests end, stop what is left at the deadline; then ``drained`` is set."""
+        if not self.services.is_draining:
+            self.services.is_draining = True
+            self._drains.spawn(self._drain(), "drain")
+
+    async def _drain(self) -> None:
+        live = self.services.live
+        logger.info("draining: %d request(s) in flight", len(live))
+        try:
+            async with asyncio.timeout(self.settings.drain_timeout_s):
+                await live.wait_empty()
+        except TimeoutError:
+            logger.warning("drain deadline: %d request(s) are stopped", len(live))
+            for request in live:
+                request.stop(Cause.SHUTDOWN)
+            try:
+                async with asyncio.timeout(STOP_GRACE_S):
+                    await live.wait_empty()
+            except TimeoutError:
+                logger.warning("%d request(s) did not end in time", len(live))
+        await self.services.aborter.aclose(STOP_GRACE_S)
+        self.drained.set()
+
+    async def _close(self) -> None:
+        await self._loops.aclose()
+        await self._drains.aclose()
+        await self.services.aborter.aclose()
+        await self._client.aclose()
+        await self._control.aclose()
+        await self._access_log.close()

@@ -1,0 +1,161 @@
+"""The raw ASGI application in front of everything: generation routes here, all other paths to FastAPI."""
+
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from backends.upstream.base import Headers
+from gateway.auth import Keys
+from gateway.downstream import ClientRequest
+from gateway.envelope import read_headers
+from gateway.errors import (
+    SHUTTING_DOWN,
+    ErrorReport,
+    GatewayError,
+    InvalidRequest,
+    too_large,
+    unauthorized,
+    wrong_method,
+)
+from gateway.exchange import Exchange
+from gateway.protocol import ConnectionProtocol, connection_of
+from gateway.routes import ROUTES
+from gateway.services import Services
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class ClientLeft(Exception):
+    """The client went before its body was complete; ``args[0]`` is the number of bytes that had come."""
+
+
+class AsgiDownstream:
+    """``Downstream`` over ASGI messages and the server's connection."""
+
+    __slots__ = ("_connection", "_send", "is_gone")
+
+    def __init__(self, send: Send, connection: ConnectionProtocol) -> None:
+        self._send = send
+        self._connection = connection
+        self.is_gone = connection.is_gone
+
+    def watch(self, on_gone: Callable[[], None] | None) -> None:
+        """See ``Downstream.watch``."""
+        if on_gone is None:
+            self._connection.watch(None)
+            return
+
+        def gone() -> None:
+            self.is_gone = True
+            on_gone()
+
+        self._connection.watch(gone)
+
+    async def start(self, status: int, headers: Headers) -> None:
+        """See ``Downstream.start``."""
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def write(self, data: bytes) -> None:
+        """See ``Downstream.write``."""
+        if not self.is_gone:
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def finish(self, data: bytes = b"") -> None:
+        """See ``Downstream.finish``."""
+        if not self.is_gone:
+            await self._send({"type": "http.response.body", "body": data, "more_body": False})
+
+    def abort(self) -> None:
+        """See ``Downstream.abort``."""
+        self._connection.watch(None)
+        self.is_gone = True
+        self._connection.abort()
+
+
+class DataPlane:
+    """Serves the generation routes.
+
+    Args:
+        services: What exchanges need.
+        keys: Credentials.
+        rest: The application for every other path, and for the lifespan.
+    """
+
+    def __init__(self, services: Services, keys: Keys, rest: ASGIApp) -> None:
+        self._services = services
+        self._keys = keys
+        self._rest = rest
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI entry."""
+        route = ROUTES.get(scope["path"]) if scope["type"] == "http" else None
+        if route is None:
+            await self._rest(scope, receive, send)
+            return
+        connection = connection_of(scope)
+        if connection is None:
+            raise RuntimeError("the data plane needs gateway.protocol.ConnectionProtocol as the server's protocol")
+        headers: Headers = scope["headers"]
+        by_name = read_headers(headers)
+        client = scope.get("client")
+        request = ClientRequest(
+            method=scope["method"],
+            path=scope["path"],
+            headers=headers,
+            by_name=by_name,
+            is_admin=b"x-forebay-worker" in by_name
+            and self._keys.may_administer(by_name, client[0] if client else None),
+        )
+        exchange = Exchange(self._services, route, request, AsgiDownstream(send, connection))
+        refusal = self._refusal(request, route.methods)
+        if refusal is not None:
+            await exchange.refuse(refusal)
+            return
+        try:
+            body = await self._read_body(by_name, receive)
+        except GatewayError as exc:
+            await exchange.refuse(exc.report)
+        except ClientLeft as exc:
+            await exchange.abandon(exc.args[0])
+        else:
+            await exchange.run(body)
+
+    def _refusal(self, request: ClientRequest, methods: tuple[str, ...]) -> ErrorReport | None:
+        """Why the request is refused before its body is read."""
+        if not self._keys.may_use(request.by_name):
+            return unauthorized(is_admin=False)
+        if request.method not in methods:
+            return wrong_method(request.method, ", ".join(methods))
+        if self._services.is_draining:
+            return SHUTTING_DOWN
+        return None
+
+    async def _read_body(self, by_name: dict[bytes, bytes], receive: Receive) -> bytes:
+        """The whole body.
+
+        Raises:
+            GatewayError: It is above the limit.
+            ClientLeft: It will never be complete.
+        """
+        limit_bytes = self._services.limits.max_body_bytes
+        announced = by_name.get(b"content-length", b"0")
+        if not announced.isdigit():
+            raise InvalidRequest("content-length is not a number")
+        if int(announced) > limit_bytes:
+            raise GatewayError(too_large(limit_bytes))
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await receive()
+            if message["type"] != "http.request":
+                raise ClientLeft(size)
+            part = message.get("body", b"")
+            size += len(part)
+            if size > limit_bytes:
+                raise GatewayError(too_large(limit_bytes))
+            parts.append(part)
+            if not message.get("more_body", False):
+                return parts[0] if len(parts) == 1 else b"".join(parts)

@@ -1,0 +1,365 @@
+"""What the gateway reads from a request before it is placed. Pure.
+
+One parse of the top level; everything else of the body stays the client's bytes. What is refused here reaches no
+worker.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from urllib.parse import quote
+
+import msgspec
+
+from backends.json_body import JsonBody, JsonBodyError
+from backends.upstream.base import Headers
+from gateway.errors import InvalidRequest
+from gateway.routes import Dialect, Route
+
+# Fields that only the gateway may set, since a client could reach other clients' requests or kill an engine.
+ROUTING_FIELDS = frozenset(
+    {
+        "bootstrap_info",
+        "bootstrap_host",
+        "bootstrap_port",
+        "bootstrap_room",
+        "bootstrap_pair_key",
+        "data_parallel_rank",
+        "routed_dp_rank",
+        "decode_tp_size",
+        "disaggregated_params",
+        "disagg_prefill_dp_rank",
+        "external_trace_header",
+        "received_time",
+        "kv_transfer_params",
+        "ec_transfer_params",
+    }
+)
+# SGLang's own internal fields, meant for its processes or for a trusted orchestrator.
+ENGINE_FIELDS = frozenset(
+    {
+        "encoder_urls",
+        "http_worker_ipc",
+        "kv_hints",
+        "lora_id",
+        "multi_item_delimiter_indices",
+        "need_wait_for_mm_inputs",
+        "num_items_assigned",
+        "token_indices_to_pool",
+    }
+)
+INTERNAL_PREFIX = "bootstrap_"
+INTERNAL_FIELDS = ROUTING_FIELDS | ENGINE_FIELDS
+FLAT_OUTPUT = "return_flat_raw_output_top_logprobs"
+# Keys that the gateway reads or writes, so that two parsers must not disagree on their value.
+READ_FIELDS = frozenset({"rid", "stream", "model", "n", "text", "input_ids", "prompt", "sampling_params", FLAT_OUTPUT})
+
+PASSED_HEADERS = frozenset({b"content-type", b"traceparent", b"tracestate", b"x-smg-routing-key", b"x-session-id"})
+PASSED_HEADER_PREFIX = b"x-sglext-"
+MAX_ID_CHARS = 256
+# JSON text of one value and one index of a top-k pair, and the same in Base64 of float32 and int32.
+BYTES_PER_PAIR = 24
+BYTES_PER_PAIR_B64 = 10
+
+_LAX_TRUE = frozenset({b"true", b'"true"', b'"True"', b'"1"', b'"yes"', b'"on"', b'"y"', b'"t"', b"1"})
+_strings = msgspec.json.Decoder(list[str])
+_items = msgspec.json.Decoder(list[msgspec.Raw])
+_string = msgspec.json.Decoder(str)
+_LIST_OF_LISTS = re.compile(rb"\[\s*\[")
+_LIST_OF_STRINGS = re.compile(rb'\[\s*"')
+
+
+class _Sampling(msgspec.Struct):
+    n: int | None = None
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+    ignore_eos: bool | None = None
+
+
+class _Logprobs(msgspec.Struct):
+    top_logprobs_num: int | None = None
+    logprob_start_len: int | None = None
+    return_flat_raw_top_logprobs_b64: bool | None = None
+
+
+_sampling = msgspec.json.Decoder(_Sampling)
+_samplings = msgspec.json.Decoder(list[_Sampling])
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """What routing and answering need to know of a request.
+
+    Attributes:
+        body: The body, parsed at its top level only.
+        is_stream: The client wants events.
+        model: The requested model, ``None`` if it names none.
+        public_id: The id that the client knows.
+        item_ids: Public ids of a batch's items; the public id alone for a single request.
+        batch_size: Items of a batch, ``None`` for a single request.
+        samples: Samples per prompt, ``n``.
+        prompt_tokens: Tokens of all prompts where they came as ids, else 0.
+        dp_rank: Rank that the request is pinned to.
+        worker_id: Worker that the request is pinned to.
+        stickiness_key: Session key.
+        headers: The client's headers that go to the engine.
+    """
+
+    body: JsonBody
+    is_stream: bool
+    model: str | None
+    public_id: str
+    item_ids: tuple[str, ...]
+    batch_size: int | None
+    samples: int
+    prompt_tokens: int
+    dp_rank: int | None
+    worker_id: str | None
+    stickiness_key: str | None
+    headers: Headers
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that the engine runs for it."""
+        return (self.batch_size or 1) * self.samples
+
+    @property
+    def header_id(self) -> bytes:
+        """The public id as a header value; characters outside of printable ASCII are percent-encoded."""
+        return header_value(self.public_id)
+
+
+def header_value(text: str) -> bytes:
+    """``text`` as a header value."""
+    if text.isascii() and text.isprintable():
+        return text.encode()
+    return quote(text, safe="!\"#$&'()*+,/:;<=>?@[]^`{|}~ ").encode()
+
+
+def read_headers(headers: Headers) -> dict[bytes, bytes]:
+    """Headers by name; of repeated ones the first."""
+    by_name: dict[bytes, bytes] = {}
+    for name, value in headers:
+        by_name.setdefault(name, value)
+    return by_name
+
+
+def request_id_of(headers: Mapping[bytes, bytes]) -> str | None:
+    """The client's ``x-request-id``.
+
+    Raises:
+        InvalidRequest: Empty, too long, or not printable.
+    """
+    value = headers.get(b"x-request-id")
+    if value is None:
+        return None
+    return _checked_id(value.decode("latin-1"), "x-request-id")
+
+
+def parse_envelope(
+    route: Route,
+    raw: bytes,
+    headers: Headers,
+    by_name: Mapping[bytes, bytes],
+    *,
+    fallback_id: str,
+    max_response_bytes: int,
+) -> Envelope:
+    """Read a request.
+
+    Args:
+        route: The route that was asked for.
+        raw: The whole body.
+        headers: All headers, lower-case names.
+        by_name: The same by name.
+        fallback_id: Public id when the client gives none.
+        max_response_bytes: Bound of the answer, for refusing requests that are sure to pass it.
+
+    Raises:
+        InvalidRequest: The message says what is wrong; nothing was sent anywhere.
+    """
+    try:
+        body = JsonBody.parse(raw, READ_FIELDS)
+    except JsonBodyError as exc:
+        raise InvalidRequest(str(exc), param=exc.key) from exc
+    _refuse_internal(body)
+    is_stream = _is_stream(body, route)
+    if body.text(FLAT_OUTPUT) == b"true" and is_stream:
+        raise InvalidRequest(f"{FLAT_OUTPUT} needs an answer in one piece, so not with stream", param=FLAT_OUTPUT)
+    batch_size, prompt_tokens = _prompt(body, route)
+    public_id, item_ids = _public_ids(body, by_name, batch_size, fallback_id)
+    if route.dialect is Dialect.NATIVE and not is_stream:
+        _refuse_oversized_logprobs(body, prompt_tokens if batch_size is None else 0, max_response_bytes)
+    return Envelope(
+        body=body,
+        is_stream=is_stream,
+        model=_model(body),
+        public_id=public_id,
+        item_ids=item_ids,
+        batch_size=batch_size,
+        samples=_samples(body, route),
+        prompt_tokens=prompt_tokens,
+        dp_rank=_dp_rank(by_name),
+        worker_id=_pinned_worker(by_name),
+        stickiness_key=_stickiness(by_name),
+        headers=[h for h in headers if h[0] in PASSED_HEADERS or h[0].startswith(PASSED_HEADER_PREFIX)],
+    )
+
+
+def _refuse_internal(body: JsonBody) -> None:
+    for name in body.fields:
+        is_internal = name in INTERNAL_FIELDS or name.startswith(INTERNAL_PREFIX)
+        if is_internal and body.text(
+            name
+        ):  # null is as good as absent, and clients that dump whole dataclasses send it
+            raise InvalidRequest(f"the field {name!r} is internal routing state and not a client's to set", param=name)
+
+
+def _is_stream(body: JsonBody, route: Route) -> bool:
+    text = body.text("stream")
+    if route.dialect is Dialect.NATIVE:
+        return text == b"true"
+    return text in _LAX_TRUE  # the engines' OpenAI routes read these as true
+
+
+def _model(body: JsonBody) -> str | None:
+    text = body.text("model")
+    if not text:
+        return None
+    try:
+        return _string.decode(text)
+    except msgspec.DecodeError as exc:
+        raise InvalidRequest("'model' must be a string", param="model") from exc
+
+
+def _checked_id(value: str, where: str) -> str:
+    if not value:
+        raise InvalidRequest(f"{where} is empty; leave it out to have one made", param=where)
+    if len(value) > MAX_ID_CHARS or not value.isprintable():
+        raise InvalidRequest(f"{where} must be 1 to {MAX_ID_CHARS} printable characters", param=where)
+    return value
+
+
+def _public_ids(
+    body: JsonBody, by_name: Mapping[bytes, bytes], batch_size: int | None, fallback_id: str
+) -> tuple[str, tuple[str, ...]]:
+    """The request's public id, and one for each item."""
+    text = body.text("rid")
+    header_id = request_id_of(by_name)
+    if text.startswith(b"["):
+        return header_id or fallback_id, _listed_ids(text, batch_size)
+    base = header_id or fallback_id
+    if text:
+        try:
+            base = _checked_id(_string.decode(text), "rid")
+        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+            raise InvalidRequest("'rid' must be a string, or a list of them for a batch", param="rid") from exc
+    if batch_size is None:
+        return base, (base,)
+    return base, tuple(f"{base}_{index}" for index in range(batch_size))
+
+
+def _listed_ids(text: bytes, batch_size: int | None) -> tuple[str, ...]:
+    try:
+        ids = _strings.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise InvalidRequest("'rid' must be a string, or a list of them for a batch", param="rid") from exc
+    if batch_size is None or len(ids) != batch_size:
+        count = "no batch" if batch_size is None else f"{batch_size} items"
+        raise InvalidRequest(f"'rid' is a list of {len(ids)}, the request has {count}", param="rid")
+    if len(set(ids)) != len(ids):
+        raise InvalidRequest("'rid' holds the same id more than once", param="rid")
+    return tuple(_checked_id(one, "rid") for one in ids)
+
+
+def _prompt(body: JsonBody, route: Route) -> tuple[int | None, int]:
+    """Items of a batch (``None`` for a single request), and tokens where the prompts came as ids."""
+    if route.dialect is Dialect.NATIVE:
+        return _native_prompt(body)
+    if route.dialect is Dialect.COMPLETIONS:
+        text = body.text("prompt")
+        if _LIST_OF_STRINGS.match(text) or _LIST_OF_LISTS.match(text):
+            return _count(text, "prompt"), text.count(b",") if _LIST_OF_LISTS.match(text) else 0
+        return None, text.count(b",") + 1 if text.startswith(b"[") else 0
+    return None, 0
+
+
+def _native_prompt(body: JsonBody) -> tuple[int | None, int]:
+    ids = body.text("input_ids")
+    text = body.text("text")
+    tokens = ids.count(b",") + 1 if ids.startswith(b"[") else 0
+    if text:
+        return (_count(text, "text") if text.startswith(b"[") else None), tokens
+    if _LIST_OF_LISTS.match(ids):
+        return _count(ids, "input_ids"), tokens
+    embeddings = body.text("input_embeds")
+    if embeddings and not ids and re.match(rb"\[\s*\[\s*\[", embeddings):
+        return _count(embeddings, "input_embeds"), 0
+    return None, tokens
+
+
+def _count(text: bytes, field: str) -> int:
+    try:
+        return max(len(_items.decode(text)), 1)
+    except msgspec.DecodeError as exc:
+        raise InvalidRequest(f"{field!r} is not valid", param=field) from exc
+
+
+def _samples(body: JsonBody, route: Route) -> int:
+    """``n`` where it can be read; the engine judges what cannot."""
+    if route.dialect is not Dialect.NATIVE:
+        text = body.text("n")
+        return max(int(text), 1) if text.isdigit() and len(text) < 6 else 1
+    text = body.text("sampling_params")
+    if b'"n"' not in text:
+        return 1
+    try:
+        found: Sequence[_Sampling] = _samplings.decode(text) if text.startswith(b"[") else [_sampling.decode(text)]
+    except msgspec.DecodeError:
+        return 1
+    return max([sampling.n or 1 for sampling in found] or [1])
+
+
+def _refuse_oversized_logprobs(body: JsonBody, prompt_tokens: int, max_response_bytes: int) -> None:
+    """Refuse what is sure to pass the bound of an answer: certain tokens times top-k times the bytes of a pair."""
+    if not body.text("top_logprobs_num"):
+        return
+    try:
+        wanted = msgspec.convert(
+            {name: msgspec.json.decode(text) for name in _Logprobs.__struct_fields__ if (text := body.text(name))},
+            _Logprobs,
+        )
+        sampling = _sampling.decode(body.text("sampling_params") or b"{}")
+    except msgspec.DecodeError:
+        return  # the engine says what is wrong
+    tokens = sampling.min_new_tokens or 0
+    if sampling.ignore_eos:
+        tokens = max(tokens, sampling.max_new_tokens or 0)
+    if wanted.logprob_start_len is not None and wanted.logprob_start_len >= 0:
+        tokens += max(prompt_tokens - wanted.logprob_start_len, 0)
+    pair = BYTES_PER_PAIR_B64 if wanted.return_flat_raw_top_logprobs_b64 else BYTES_PER_PAIR
+    size = tokens * (wanted.top_logprobs_num or 0) * pair
+    if size > max_response_bytes:
+        raise InvalidRequest(
+            f"the log-probabilities asked for are about {size} bytes, above the limit of {max_response_bytes}",
+            param="top_logprobs_num",
+        )
+
+
+def _dp_rank(by_name: Mapping[bytes, bytes]) -> int | None:
+    value = by_name.get(b"x-data-parallel-rank")
+    if value is None:
+        return None
+    if not value.isdigit() or len(value) > 6:
+        raise InvalidRequest("x-data-parallel-rank must be a rank, 0 or above", param="x-data-parallel-rank")
+    return int(value)
+
+
+def _pinned_worker(by_name: Mapping[bytes, bytes]) -> str | None:
+    value = by_name.get(b"x-forebay-worker")
+    return None if value is None else value.decode("latin-1")
+
+
+def _stickiness(by_name: Mapping[bytes, bytes]) -> str | None:
+    value = by_name.get(b"x-smg-routing-key") or by_name.get(b"x-session-id")
+    return None if value is None else value.decode("latin-1")

@@ -1,0 +1,281 @@
+"""One client's request from its body to its end: the only path on which requests are served.
+
+Knows neither ASGI nor an engine's field names. Ends in exactly one outcome, whatever goes wrong.
+"""
+
+import logging
+
+from backends.errors import CallEnded, ConnectFailed, UpstreamError
+from backends.leg import Leg, cancel
+from backends.lifecycle import Cause
+from gateway.access_log import AccessRecord
+from gateway.answer import Usage, Verdict
+from gateway.downstream import ClientRequest, Downstream
+from gateway.envelope import Envelope, header_value, parse_envelope
+from gateway.errors import (
+    CLIENT_GONE,
+    INTERNAL,
+    NOT_STOPPED,
+    SHUTTING_DOWN,
+    EngineRefused,
+    ErrorReport,
+    GatewayError,
+    InvalidRequest,
+    report_of,
+)
+from gateway.outcome import Outcome
+from gateway.placement import Placed, place
+from gateway.relay import AnswerRelay
+from gateway.routes import Route
+from gateway.services import Services
+from routers.errors import RoutingError
+
+logger = logging.getLogger("forebay.exchange")
+
+
+class Exchange:
+    """Serves one request.
+
+    Args:
+        services: What all exchanges share.
+        route: The route that was asked for.
+        request: What came besides the body.
+        downstream: Where the answer goes.
+    """
+
+    __slots__ = (
+        "_attempts",
+        "_bytes_in",
+        "_cause",
+        "_downstream",
+        "_engine_ids",
+        "_envelope",
+        "_model",
+        "_outcome",
+        "_placed",
+        "_public_id",
+        "_relay",
+        "_report",
+        "_request",
+        "_route",
+        "_services",
+        "_started_at",
+        "_usage",
+    )
+
+    def __init__(self, services: Services, route: Route, request: ClientRequest, downstream: Downstream) -> None:
+        self._services = services
+        self._route = route
+        self._request = request
+        self._downstream = downstream
+        self._relay = AnswerRelay(downstream, services.limits, services.clock)
+        self._started_at = services.clock()
+        self._envelope: Envelope | None = None
+        self._public_id = ""
+        self._model = ""
+        self._placed: Placed | None = None
+        self._engine_ids: list[str] = []
+        self._attempts = 0
+        self._bytes_in = 0
+        self._cause: Cause | None = None
+        self._outcome: Outcome | None = None
+        self._report: ErrorReport | None = None
+        self._usage = Usage()
+        services.live.add(self)
+
+    async def run(self, body: bytes) -> None:
+        """Serve the request whose whole body is ``body``; returns when the client has its answer or is gone."""
+        self._bytes_in = len(body)
+        self._downstream.watch(self._client_gone)
+        try:
+            if not self._downstream.is_gone:
+                self._settle(await self._serve(body))
+        except CallEnded:
+            if self._cause is None:  # else the cause says why
+                await self._fail(NOT_STOPPED, None)
+        except (GatewayError, RoutingError, UpstreamError) as exc:
+            await self._fail(report_of(exc), exc)
+        except Exception:
+            logger.exception("request %s failed", self._public_id)
+            await self._fail(INTERNAL, None)
+        finally:
+            await self._finish()
+
+    async def refuse(self, report: ErrorReport, *, bytes_in: int = 0) -> None:
+        """Answer with an error without serving; for what is found out before the body is complete."""
+        self._bytes_in = bytes_in
+        self._downstream.watch(self._client_gone)
+        try:
+            await self._fail(report, None)
+        finally:
+            await self._finish()
+
+    async def abandon(self, bytes_in: int) -> None:
+        """The client left before its body was complete."""
+        self._bytes_in = bytes_in
+        self._cause = self._cause or Cause.CLIENT_GONE
+        await self._finish()
+
+    # From outside, at any time.
+
+    def stop(self, cause: Cause) -> None:
+        """Stop the request for good; see ``LiveRequest.stop``."""
+        if self._outcome is not None or self._cause is not None:
+            return
+        self._cause = cause
+        if self._placed is not None:
+            self._cancel(self._placed, cause)
+
+    def abort(self, item_id: str | None) -> str | None:
+        """Have the engine stop the request or an item of it; see ``LiveRequest.abort``."""
+        placed, envelope = self._placed, self._envelope
+        if placed is None or envelope is None or placed.leg.is_ended:
+            return None
+        ids = placed.leg.engine_ids
+        if item_id is not None and len(ids) > 1:
+            ids = [ids[envelope.item_ids.index(item_id)]]
+        self._services.aborter.abort_attached(placed.leg, ids)
+        return placed.leg.worker.id
+
+    def _client_gone(self) -> None:
+        self.stop(Cause.CLIENT_GONE)
+
+    def _cancel(self, placed: Placed, cause: Cause) -> None:
+        plan = placed.leg.backend.cancel_plan(
+            placed.facts,
+            is_stream=placed.is_stream,
+            has_own_ids=not placed.has_children,
+            is_paused=placed.member.is_paused,
+        )
+        cancel(placed.leg, cause, plan, self._services.aborter)
+
+    # Serving.
+
+    async def _serve(self, body: bytes) -> Verdict:
+        services, request = self._services, self._request
+        self._envelope = envelope = parse_envelope(
+            self._route,
+            body,
+            request.headers,
+            request.by_name,
+            fallback_id=services.new_id(),
+            max_response_bytes=services.limits.max_response_bytes,
+        )
+        self._public_id = envelope.public_id
+        self._relay.headers = [(b"x-request-id", envelope.header_id)]
+        services.live.name(self, envelope.public_id, envelope.item_ids)
+        if envelope.worker_id is not None and not request.is_admin:
+            raise InvalidRequest("x-forebay-worker needs the admin API key", param="x-forebay-worker", status=403)
+        self._model = services.fleet.model_of(envelope.model)
+        failed: set[str] = set()
+        while True:
+            started = services.clock()
+            self._placed = placed = place(services, self._route, envelope, self._model, failed)
+            services.metrics.route_seconds(services.clock() - started)
+            self._attempts += 1
+            self._engine_ids += placed.leg.engine_ids
+            self._relay.identify(envelope, placed, self._attempts)
+            try:
+                verdict = await self._relay.forward(placed)
+            except ConnectFailed as exc:
+                services.metrics.attempt(placed.leg.worker.id, "connect_failed")
+                placed.member.lost_contact(str(exc))
+                self._end(placed.leg)
+                failed.add(placed.leg.worker.id)
+                if self._attempts >= services.limits.max_attempts or not self._has_others(failed):
+                    raise
+            else:
+                services.metrics.attempt(placed.leg.worker.id, str(verdict.outcome))
+                self._end(placed.leg)
+                return verdict
+
+    def _has_others(self, failed: set[str]) -> bool:
+        try:
+            candidates = self._services.fleet.candidates(self._model)
+        except RoutingError:
+            return False
+        return any(candidate.key.worker_id not in failed for candidate in candidates)
+
+    def _end(self, leg: Leg) -> None:
+        if not leg.is_detached:
+            leg.end()
+
+    def _settle(self, verdict: Verdict) -> None:
+        self._usage = verdict.usage
+        self._outcome = verdict.outcome
+        if verdict.message:
+            self._report = ErrorReport(self._relay.status, "engine_error", verdict.message, verdict.outcome)
+
+    async def _fail(self, report: ErrorReport, error: Exception | None) -> None:
+        """Tell the client, in the way that is still open: a status, an error event, or a cut connection."""
+        if self._cause is not None:
+            return
+        self._report = report
+        self._outcome = report.outcome
+        if self._placed is not None and isinstance(error, UpstreamError | EngineRefused):
+            if not isinstance(error, ConnectFailed):
+                self._services.metrics.attempt(self._placed.leg.worker.id, str(report.outcome))
+            logger.info("request %s on %s: %s", self._public_id, self._placed.leg.worker.id, error)
+        if isinstance(error, EngineRefused) and error.body is not None:
+            await self._relay.pass_refusal(error)
+        else:
+            self._outcome = await self._relay.fail(report, self._known_id())
+
+    def _known_id(self) -> str:
+        """The public id, also for requests that could not be read far enough to know it."""
+        if not self._public_id:
+            header = self._request.by_name.get(b"x-request-id", b"")[:256].decode("latin-1")
+            self._public_id = header if header and header.isprintable() else self._services.new_id()
+            self._relay.headers = [(b"x-request-id", header_value(self._public_id))]
+        return self._public_id
+
+    async def _finish(self) -> None:
+        """End what is left and write the one record; runs exactly once, on every way out."""
+        self._downstream.watch(None)
+        if self._placed is not None:
+            self._end(self._placed.leg)
+        if self._outcome is None and self._cause is Cause.SHUTDOWN:
+            self._report = SHUTTING_DOWN
+            self._outcome = SHUTTING_DOWN.outcome
+            await self._relay.fail(SHUTTING_DOWN, self._known_id())
+        elif self._outcome is None:
+            self._report = CLIENT_GONE
+            self._outcome = Outcome.CLIENT_CLOSED
+        ids = (self._public_id, *self._envelope.item_ids) if self._envelope else ()
+        self._services.live.remove(self, ids)
+        self._record(self._outcome or Outcome.ENGINE_ERROR)
+
+    def _record(self, outcome: Outcome) -> None:
+        services, relay, placed, envelope = self._services, self._relay, self._placed, self._envelope
+        now = services.clock()
+        status = CLIENT_GONE.status if outcome is Outcome.CLIENT_CLOSED else relay.status
+        first_byte_s = relay.first_byte_at - self._started_at if relay.first_byte_at is not None else None
+        services.metrics.request_finished(
+            self._route.path, self._model, outcome, status, now - self._started_at, first_byte_s
+        )
+        services.log_access(
+            AccessRecord(
+                time=services.wall_clock(),
+                method=self._request.method,
+                route=self._route.path,
+                path=self._request.path,
+                status=status,
+                outcome=outcome,
+                request_id=self._public_id or None,
+                engine_ids=tuple(self._engine_ids),
+                worker=placed.leg.worker.id if placed else None,
+                dp_rank=placed.dp_rank if placed else None,
+                attempts=self._attempts,
+                stream=envelope.is_stream if envelope else False,
+                model=self._model or None,
+                prompt_tokens=self._usage.prompt_tokens,
+                completion_tokens=self._usage.completion_tokens,
+                cached_tokens=self._usage.cached_tokens,
+                tokens_seen=relay.events_seen or None,
+                bytes_in=self._bytes_in,
+                bytes_out=relay.bytes_out,
+                duration_s=now - self._started_at,
+                first_byte_s=first_byte_s,
+                error=self._report.message if self._report else None,
+            )
+        )

@@ -1,0 +1,153 @@
+"""Engine ids out, public ids in: rewriting of answers as bytes. Pure.
+
+Engine ids are fresh random hex, so that replacing their bytes cannot hit anything else. Samples of ``n > 1`` run
+under ids that the engine makes by itself; those are found at the one place where an answer can hold an id.
+"""
+
+import functools
+import re
+from collections.abc import Sequence
+from typing import Protocol
+
+import orjson
+
+from backends.sse import events
+
+# Where the engines' answers hold a request's id: first in meta_info, or first in an OpenAI object.
+_CHILD_ID = re.compile(rb'("meta_info":\{"id":"|(?:^|data: |\n)\{"id":")([0-9a-f]{32})"')
+_CHILD_ID_BYTES = 64
+_STREAM_BEGINNINGS = (b"data:", b"event:", b":")
+_INDEX = re.compile(rb'"index":(\d+)')
+# What may follow the common part of a batch's ids.
+_ITEM_SUFFIX_BYTES = 16
+
+
+def json_inner(text: str) -> bytes:
+    """``text`` as it stands between the quotes of a JSON string."""
+    return orjson.dumps(text)[1:-1]
+
+
+class IdMap(Protocol):
+    """Replaces engine ids by public ones."""
+
+    @property
+    def keeps_length(self) -> bool:
+        """Replacing never changes the number of bytes."""
+
+    def apply(self, block: bytes) -> bytes:
+        """Rewrite a block of whole events, or a whole body."""
+
+    def held(self, data: bytes) -> int:
+        """How many bytes at the end of ``data`` may be the beginning of an id and must wait for what follows."""
+
+
+def _held_suffix(data: bytes, pattern: bytes) -> int:
+    """Length of the longest end of ``data`` that ``pattern`` begins with, the whole pattern excluded."""
+    for size in range(min(len(pattern) - 1, len(data)), 0, -1):
+        if data.endswith(pattern[:size]):
+            return size
+    return 0
+
+
+class SingleId:
+    """One request, one id; what the engine appends to it (``_0``) stays."""
+
+    __slots__ = ("_engine", "_public", "keeps_length")
+
+    def __init__(self, engine_id: str, public_id: str) -> None:
+        self._engine = engine_id.encode()
+        self._public = json_inner(public_id)
+        self.keeps_length = len(self._engine) == len(self._public)
+
+    def apply(self, block: bytes) -> bytes:
+        """Rewrite a block; see ``IdMap``."""
+        return block.replace(self._engine, self._public)
+
+    def held(self, data: bytes) -> int:
+        """Bytes that must wait; see ``IdMap``."""
+        return _held_suffix(data, self._engine)
+
+
+class BatchIds:
+    """A batch: ids with a common beginning, one public id for each."""
+
+    __slots__ = ("_common", "_pattern", "_public", "keeps_length")
+
+    def __init__(self, engine_ids: Sequence[str], public_ids: Sequence[str]) -> None:
+        engine = [one.encode() for one in engine_ids]
+        self._public = dict(zip(engine, map(json_inner, public_ids), strict=True))
+        self._common = engine[0][:24]
+        self._pattern = re.compile(re.escape(self._common) + rb"[0-9a-f]{8}(?:_\d+)?")
+        self.keeps_length = all(len(key) == len(value) for key, value in self._public.items())
+
+    def apply(self, block: bytes) -> bytes:
+        """Rewrite a block; see ``IdMap``."""
+        if self._common not in block:
+            return block
+        return self._pattern.sub(lambda match: self._public.get(match[0], match[0]), block)
+
+    def held(self, data: bytes) -> int:
+        """Bytes that must wait; see ``IdMap``."""
+        at = data.rfind(self._common, max(len(data) - len(self._common) - _ITEM_SUFFIX_BYTES, 0))
+        return len(data) - at if at >= 0 else _held_suffix(data, self._common)
+
+
+class ChildIds:
+    """Samples under ids of the engine's own: the public id with the sample's index.
+
+    Args:
+        public_id: Base of the children's public ids.
+        has_one_id: The answer as a whole has one id, which becomes the base itself: a unary OpenAI answer.
+    """
+
+    __slots__ = ("_has_one_id", "_known", "_public")
+
+    keeps_length = False
+
+    def __init__(self, public_id: str, *, has_one_id: bool) -> None:
+        self._public = json_inner(public_id)
+        self._has_one_id = has_one_id
+        self._known: dict[bytes, bytes] = {}
+
+    def apply(self, block: bytes) -> bytes:
+        """Rewrite a block; see ``IdMap``."""
+        if not block.startswith(_STREAM_BEGINNINGS):
+            return _CHILD_ID.sub(lambda match: self._replaced(match, b""), block)
+        rewritten = []
+        for event in events(block):
+            # A native event ends with its index; an OpenAI chunk holds it in its first choice.
+            indices = _INDEX.findall(event)
+            index = indices[-1 if b'"meta_info"' in event else 0] if indices else b""
+            rewritten.append(_CHILD_ID.sub(functools.partial(self._replaced, index=index), event))
+        return b"".join(rewritten)
+
+    def _replaced(self, match: re.Match[bytes], index: bytes) -> bytes:
+        child = match[2]
+        if child not in self._known:
+            number = index or b"%d" % len(self._known)
+            self._known[child] = self._public if self._has_one_id else self._public + b"_" + number
+        return match[1] + self._known[child] + b'"'
+
+    def held(self, data: bytes) -> int:
+        """Bytes that must wait; see ``IdMap``."""
+        at = data.rfind(b'"meta_info"', max(len(data) - _CHILD_ID_BYTES, 0))
+        return len(data) - at if at >= 0 else _held_suffix(data, b'"meta_info"')
+
+
+def id_map(
+    engine_ids: Sequence[str], public_id: str, item_ids: Sequence[str], *, has_children: bool, has_one_id: bool
+) -> IdMap:
+    """The map for one leg.
+
+    Args:
+        engine_ids: Ids given to the engine.
+        public_id: The request's public id.
+        item_ids: Public ids of a batch's items, as many as ``engine_ids``.
+        has_children: The engine runs samples under ids of its own.
+        has_one_id: The answer is one OpenAI object with one id.
+    """
+    if has_children:
+        return ChildIds(public_id, has_one_id=has_one_id)
+    if len(engine_ids) == 1 and len(engine_ids[0]) == 32:
+        return SingleId(engine_ids[0], item_ids[0])
+    return BatchIds(engine_ids, item_ids)

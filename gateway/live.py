@@ -1,0 +1,76 @@
+"""The requests that are being served now, by the ids that clients know."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Protocol
+
+from backends.lifecycle import Cause
+
+
+class LiveRequest(Protocol):
+    """What can be done to a request from outside."""
+
+    def stop(self, cause: Cause) -> None:
+        """Stop it for ``cause``; returns at once."""
+
+    def abort(self, item_id: str | None) -> str | None:
+        """Have the engine stop it, or one item of it, and let the client have what there is.
+
+        Returns:
+            The worker's id, ``None`` if it is on no worker now.
+        """
+
+
+class LiveRequests:
+    """Registry of live requests; several may share one public id."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, list[tuple[LiveRequest, str | None]]] = {}
+        self._all: set[LiveRequest] = set()
+        self._empty: asyncio.Event | None = None
+
+    def __len__(self) -> int:
+        """Number of live requests."""
+        return len(self._all)
+
+    def __iter__(self) -> Iterator[LiveRequest]:
+        """A snapshot of all live requests."""
+        return iter(tuple(self._all))
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """All public ids, items of batches included."""
+        return tuple(self._by_id)
+
+    async def wait_empty(self) -> None:
+        """Wait until no request is live; meant for the time when nothing is admitted any more."""
+        while self._all:
+            self._empty = asyncio.Event()
+            await self._empty.wait()
+
+    def add(self, request: LiveRequest) -> None:
+        """A request has arrived; its ids are not known yet."""
+        self._all.add(request)
+
+    def name(self, request: LiveRequest, public_id: str, item_ids: tuple[str, ...]) -> None:
+        """The ids of ``request`` are known."""
+        self._by_id.setdefault(public_id, []).append((request, None))
+        for item_id in item_ids:
+            if item_id != public_id:
+                self._by_id.setdefault(item_id, []).append((request, item_id))
+
+    def find(self, public_id: str) -> tuple[tuple[LiveRequest, str | None], ...]:
+        """Requests known under an id, with the item that the id stands for (``None``: all of the request)."""
+        return tuple(self._by_id.get(public_id, ()))
+
+    def remove(self, request: LiveRequest, ids: tuple[str, ...]) -> None:
+        """``request`` has ended; ``ids`` are all of its ids."""
+        self._all.discard(request)
+        if self._empty is not None and not self._all:
+            self._empty.set()
+        for public_id in ids:
+            left = [entry for entry in self._by_id.get(public_id, ()) if entry[0] is not request]
+            if left:
+                self._by_id[public_id] = left
+            else:
+                self._by_id.pop(public_id, None)

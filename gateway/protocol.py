@@ -1,0 +1,91 @@
+"""The HTTP server's connection: uvicorn's, with the two things that the data plane needs and ASGI cannot say.
+
+An ASGI application learns that its client has left only by awaiting ``receive``, which takes a task for every
+request. Here the connection itself calls the exchange, in the same loop step in which the socket tells.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import orjson
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+SCOPE_KEY = "forebay.connection"
+# A client may go on sending a body that was refused, and must read the refusal; this bounds how long it is humoured.
+MAX_DISCARDED_BYTES = 64 * 1024 * 1024
+
+
+class ConnectionProtocol(HttpToolsProtocol):
+    """One client connection.
+
+    Attributes:
+        is_gone: The client has closed its side; a half-close counts, since nobody can tell it from a whole one.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.is_gone = False
+        self._on_gone: Callable[[], None] | None = None
+        self._discarded_bytes = 0
+
+    def watch(self, on_gone: Callable[[], None] | None) -> None:
+        """Call ``on_gone`` once when the client goes, at once if it is gone already; ``None`` ends the watch."""
+        self._on_gone = on_gone
+        if self.is_gone:
+            self._tell()
+
+    def _tell(self) -> None:
+        self.is_gone = True
+        on_gone, self._on_gone = self._on_gone, None
+        if on_gone is not None:
+            on_gone()
+
+    def abort(self) -> None:
+        """End the connection abruptly."""
+        self.transport.abort()
+
+    # uvicorn and asyncio callbacks
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection is over (asyncio callback)."""
+        self._tell()
+        super().connection_lost(exc)
+
+    def eof_received(self) -> None:
+        """The client sends no more (asyncio callback). With an answer under way nobody is left to read it."""
+        was_watched = self._on_gone is not None
+        self._tell()
+        if was_watched:
+            self.transport.abort()
+
+    def on_message_begin(self) -> None:
+        """Begin of a request: let the application find this connection (httptools callback)."""
+        super().on_message_begin()
+        self._discarded_bytes = 0
+        self.scope["extensions"] = {SCOPE_KEY: {"connection": self}}
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of a request's body; what nobody wants any more is bounded (httptools callback)."""
+        if self.cycle.response_complete:
+            self._discarded_bytes += len(body)
+            if self._discarded_bytes > MAX_DISCARDED_BYTES:
+                self.transport.abort()
+            return
+        super().on_body(body)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP in the gateway's error shape (uvicorn hook)."""
+        error = {"message": msg, "type": "invalid_request", "code": 400, "param": None, "request_id": None}
+        body = orjson.dumps({"error": error})
+        self.transport.write(
+            b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
+            b"content-length: %d\r\n\r\n%b" % (len(body), body)
+        )
+        self.transport.close()
+
+
+def connection_of(scope: Mapping[str, Any]) -> ConnectionProtocol | None:
+    """The connection of an ASGI scope, ``None`` under another server."""
+    extensions = scope.get("extensions") or {}
+    found = extensions.get(SCOPE_KEY, {}).get("connection")
+    return found if isinstance(found, ConnectionProtocol) else None

@@ -1,0 +1,259 @@
+"""From a worker's answer to the client: status, headers, stream or body, with backpressure both ways."""
+
+from collections.abc import Callable
+
+from backends.errors import AnswerBroken, AnswerMalformed, AnswerTooLarge, UpstreamError
+from backends.sse import DONE_EVENT
+from backends.upstream.base import AnswerHead, Headers
+from gateway.answer import (
+    BodyAnswer,
+    StreamAnswer,
+    Usage,
+    Verdict,
+    engine_message,
+    first_data,
+    passed_headers,
+    refusal_in,
+    unary_verdict,
+)
+from gateway.downstream import Downstream
+from gateway.envelope import Envelope
+from gateway.errors import (
+    BACKEND_AUTH,
+    EngineRefused,
+    ErrorReport,
+    GatewayError,
+    engine_failure,
+    report_of,
+)
+from gateway.outcome import Outcome
+from gateway.placement import Placed
+from gateway.services import Limits
+
+EVENT_STREAM = "text/event-stream"
+JSON = "application/json"
+# A longer unary answer is sent on while it is read, so that its size does not become memory.
+BUFFER_BYTES = 1024 * 1024
+
+
+class AnswerRelay:
+    """Sends one answer, or one error, to one client.
+
+    Attributes:
+        headers: Headers that every answer of this request carries.
+        status: Status that was sent, 0 before.
+        first_byte_at: Clock of the first byte that was sent.
+        bytes_out: Body bytes sent.
+        events_seen: Events that passed, an estimate of tokens.
+    """
+
+    __slots__ = (
+        "_clock",
+        "_downstream",
+        "_is_sse",
+        "_limits",
+        "_public_id",
+        "bytes_out",
+        "events_seen",
+        "first_byte_at",
+        "headers",
+        "status",
+    )
+
+    def __init__(self, downstream: Downstream, limits: Limits, clock: Callable[[], float]) -> None:
+        self._downstream = downstream
+        self._limits = limits
+        self._clock = clock
+        self._is_sse = False
+        self._public_id = ""
+        self.headers: Headers = []
+        self.status = 0
+        self.first_byte_at: float | None = None
+        self.bytes_out = 0
+        self.events_seen = 0
+
+    def identify(self, envelope: Envelope, placed: Placed, attempts: int) -> None:
+        """Set the headers that say which request this is and where it went."""
+        self._public_id = envelope.public_id
+        self.headers = [
+            (b"x-request-id", envelope.header_id),
+            (b"x-forebay-worker", placed.leg.worker.id.encode()),
+            (b"x-forebay-attempts", b"%d" % attempts),
+        ]
+        if placed.dp_rank is not None:
+            self.headers.append((b"x-forebay-dp-rank", b"%d" % placed.dp_rank))
+        if placed.overlap_blocks is not None:
+            self.headers.append((b"x-forebay-overlap-blocks", b"%d" % placed.overlap_blocks))
+
+    async def forward(self, placed: Placed) -> Verdict:
+        """Relay the answer of ``placed``.
+
+        Returns:
+            How it ended, once the client has it.
+
+        Raises:
+            UpstreamError: Nothing has been sent to the client, which is still to be told.
+            EngineRefused: The same, and the engine has said why.
+            CallEnded: This side stopped the leg.
+        """
+        head = await placed.leg.call.head()
+        placed.member.last_byte_at = self._clock()
+        if not 200 <= head.status < 300:
+            raise await self._refusal(placed, head)
+        if head.content_type == EVENT_STREAM:
+            return await self._stream(placed, head)
+        if head.content_type == JSON:
+            return await self._body(placed, head)
+        raise AnswerMalformed(f"content type {head.content_type!r} with status {head.status}")
+
+    async def _refusal(self, placed: Placed, head: AnswerHead) -> GatewayError:
+        """The engine's error answer as an exception; its 4xx bodies are the client's."""
+        body = placed.ids.apply(await self._read_whole(placed, head, self._limits.max_response_bytes))
+        message = engine_message(body)
+        if head.status in (401, 403):
+            return GatewayError(BACKEND_AUTH)
+        if not 400 <= head.status < 500:
+            return EngineRefused(engine_failure(head.status, message))
+        outcome = Outcome.OVERLOADED if head.status == 429 else Outcome.REJECTED
+        report = ErrorReport(head.status, "invalid_request", message, outcome)
+        return EngineRefused(report, body=body, headers=passed_headers(head))
+
+    async def _read_whole(self, placed: Placed, head: AnswerHead, limit_bytes: int) -> bytes:
+        if head.content_length is not None and head.content_length > limit_bytes:
+            raise AnswerTooLarge(limit_bytes)
+        parts: list[bytes] = []
+        size = 0
+        while data := await placed.leg.call.read():
+            size += len(data)
+            if size > limit_bytes:
+                raise AnswerTooLarge(limit_bytes)
+            parts.append(data)
+        return b"".join(parts)
+
+    async def _start(self, status: int, headers: Headers) -> None:
+        self.status = status
+        self.first_byte_at = self._clock()
+        await self._downstream.start(status, [*headers, *self.headers])
+
+    async def _write(self, data: bytes) -> None:
+        self.bytes_out += len(data)
+        await self._downstream.write(data)
+
+    # Streams.
+
+    async def _stream(self, placed: Placed, head: AnswerHead) -> Verdict:
+        call = placed.leg.call
+        answer = StreamAnswer(placed.ids, self._limits.max_response_bytes)
+        block = b""
+        while not (first := first_data(block)):
+            data = await call.read()
+            if not data:
+                raise AnswerBroken("the stream ended before its first event")
+            block += answer.feed(data)
+        refusal = refusal_in(first)
+        if refusal is not None:
+            raise refusal
+        placed.leg.first_token()
+        self._is_sse = True
+        await self._start(head.status, passed_headers(head))
+        try:
+            while not call.is_complete:
+                if block:
+                    await self._write(block)
+                placed.member.last_byte_at = self._clock()
+                block = answer.feed(await call.read())
+        except UpstreamError as exc:
+            return await self._cut(answer, exc)
+        finally:
+            self.events_seen = answer.events_seen
+        verdict = answer.verdict(was_aborted=bool(placed.leg.stop_aborting))
+        if not verdict.is_terminated:
+            if block:
+                await self._write(block)
+            return await self._cut(answer, AnswerBroken(verdict.message))
+        self.bytes_out += len(block)
+        await self._downstream.finish(block)
+        return verdict
+
+    async def _cut(self, answer: StreamAnswer, error: UpstreamError) -> Verdict:
+        """The stream broke off: say so in the stream itself; an unfinished event is dropped."""
+        await self.fail(report_of(error), self._public_id)
+        usage = answer.verdict(was_aborted=False).usage
+        return Verdict(Outcome.TRUNCATED, False, usage, str(error))
+
+    # Unary answers.
+
+    async def _body(self, placed: Placed, head: AnswerHead) -> Verdict:
+        limit_bytes = self._limits.max_response_bytes
+        if head.content_length is not None and head.content_length > limit_bytes:
+            raise AnswerTooLarge(limit_bytes)
+        buffer_bytes = min(BUFFER_BYTES, limit_bytes)
+        call = placed.leg.call
+        parts: list[bytes] = []
+        size = 0
+        while size <= buffer_bytes and (data := await call.read()):
+            size += len(data)
+            parts.append(data)
+        placed.leg.first_token()
+        placed.member.last_byte_at = self._clock()
+        if size <= buffer_bytes or (call.is_complete and size <= limit_bytes):
+            body = placed.ids.apply(b"".join(parts))
+            await self._send_whole(head.status, passed_headers(head), body)
+            return unary_verdict(body)
+        if size > limit_bytes:
+            raise AnswerTooLarge(limit_bytes)
+        return await self._long_body(placed, head, b"".join(parts))
+
+    async def _send_whole(self, status: int, headers: Headers, body: bytes) -> None:
+        await self._start(status, [*headers, (b"content-length", b"%d" % len(body))])
+        self.bytes_out += len(body)
+        await self._downstream.finish(body)
+
+    async def _long_body(self, placed: Placed, head: AnswerHead, begun: bytes) -> Verdict:
+        call = placed.leg.call
+        headers = passed_headers(head)
+        if head.content_length is not None and placed.ids.keeps_length:
+            headers.append((b"content-length", b"%d" % head.content_length))
+        answer = BodyAnswer(placed.ids)
+        await self._start(head.status, headers)
+        try:
+            await self._write(answer.feed(begun))
+            while data := await call.read():
+                placed.member.last_byte_at = self._clock()
+                ready = answer.feed(data)
+                if answer.bytes_in > self._limits.max_response_bytes:
+                    raise AnswerTooLarge(self._limits.max_response_bytes)
+                if ready:
+                    await self._write(ready)
+        except UpstreamError as exc:
+            self._downstream.abort()
+            return Verdict(Outcome.TRUNCATED, False, Usage(), str(exc))
+        rest = answer.end()
+        self.bytes_out += len(rest)
+        await self._downstream.finish(rest)
+        return answer.verdict()
+
+    # Errors.
+
+    async def pass_refusal(self, refusal: EngineRefused) -> None:
+        """Send the engine's own error body."""
+        await self._send_whole(refusal.report.status, refusal.headers or [], refusal.body or b"")
+
+    async def fail(self, report: ErrorReport, request_id: str | None) -> Outcome:
+        """Tell the client of an error, in the way that is still open.
+
+        Returns:
+            The request's outcome, which is ``truncated`` where a body was cut.
+        """
+        if not self.status:
+            await self._send_whole(report.status, report.headers, report.body(request_id))
+            return report.outcome
+        if not self._is_sse:
+            self._downstream.abort()
+            return Outcome.TRUNCATED
+        tail = report.event(request_id)
+        if self._limits.sse_done_after_error:
+            tail += DONE_EVENT
+        self.bytes_out += len(tail)
+        await self._downstream.finish(tail)
+        return report.outcome

@@ -1,0 +1,141 @@
+"""The process around a gateway: socket, uvicorn, signals, and the drain before the end."""
+
+import asyncio
+import logging
+import socket
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+import uvloop
+
+from gateway.access_log import AccessLog
+from gateway.app import Gateway
+from gateway.logs import configure_logging
+from gateway.protocol import ConnectionProtocol
+from gateway.settings import Settings, SettingsError, describe
+
+logger = logging.getLogger("forebay")
+
+BACKLOG = 2048
+# Longer than any usual client's own limit, so that it is the client who closes an idle connection.
+KEEP_ALIVE_S = 75
+# What connections get to flush after the drain.
+CLOSE_GRACE_S = 2
+
+
+class GatewayServer(uvicorn.Server):
+    """uvicorn's server with a drain in front of its shutdown: the port stays open, so that probes see "draining"."""
+
+    def __init__(self, gateway: Gateway, on_started: Callable[[], None] = lambda: None) -> None:
+        config = uvicorn.Config(
+            gateway.asgi,
+            http=ConnectionProtocol,
+            ws="none",
+            lifespan="on",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=CLOSE_GRACE_S,
+            backlog=BACKLOG,
+        )
+        super().__init__(config)
+        self._gateway = gateway
+        self._loop = asyncio.get_running_loop()
+        self._signals = 0
+        self._on_started = on_started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to take requests, and say so (uvicorn hook)."""
+        await super().startup(sockets)
+        if not self.should_exit:
+            self._on_started()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """First signal: drain and exit; second: exit now (signal handler)."""
+        del sig, frame
+        self._signals += 1
+        if self._signals > 1:
+            self.force_exit = True
+            self.should_exit = True
+        self._loop.call_soon_threadsafe(self._gateway.begin_drain)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Leave the main loop when the drain is over (uvicorn hook)."""
+        if self._gateway.drained.is_set():
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket's address taken, not yet listening.
+
+    Raises:
+        OSError: The name is unknown, or the address is taken or not ours.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def base_url(sock: socket.socket) -> str:
+    """The URL of a bound socket."""
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def run_async(settings: Settings, *, on_started: Callable[[str], None] | None = None) -> int:
+    """Serve until a signal or a fatal fault.
+
+    Args:
+        settings: The effective settings.
+        on_started: Called with the base URL once requests are taken.
+
+    Returns:
+        The process's exit code: 0 after a signal, 1 when it could not start or go on.
+    """
+    configure_logging(settings.log_format, settings.log_level)
+    try:
+        sock = bind(settings.host, settings.port)
+    except OSError as exc:
+        address = f"{settings.host}:{settings.port}"
+        sys.stderr.write(f"forebay: cannot listen on {address}: {exc.strerror or exc} (--host, --port)\n")
+        return 1
+    with sock:
+        access_log = AccessLog(log_format=settings.log_format)
+        try:
+            gateway = Gateway(settings, access_log)
+        except SettingsError as exc:
+            await access_log.close()
+            sys.stderr.write(f"forebay: {exc}\n")
+            return 2
+        logger.info("settings: %s", describe(settings))
+        url = base_url(sock)
+
+        def started() -> None:
+            logger.info("listening on %s", url)
+            if on_started is not None:
+                on_started(url)
+
+        server = GatewayServer(gateway, started)
+        await server.serve(sockets=[sock])
+    if gateway.failed is not None:
+        sys.stderr.write(f"forebay: stopped because {gateway.failed!r} failed, see the log\n")
+        return 1
+    return 0
+
+
+def run(settings: Settings) -> int:
+    """Serve in this process until a signal; see ``run_async``."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(run_async(settings))

@@ -1,0 +1,69 @@
+"""What every exchange shares."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from backends.abort_supervisor import AbortSupervisor
+from backends.base import Backend
+from backends.leg import Leg
+from backends.types import EngineKind
+from backends.upstream.base import UpstreamClient
+from gateway.access_log import AccessRecord
+from gateway.live import LiveRequests
+from gateway.metrics import Metrics
+from routers.base import Router
+from routers.fleet import Fleet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bounds that requests are held to.
+
+    Attributes:
+        max_body_bytes: Bound of a request's body.
+        max_response_bytes: Bound of a unary answer and of one event.
+        max_attempts: Attempts at workers for one request.
+        sse_done_after_error: An error event is followed by ``[DONE]``.
+    """
+
+    max_body_bytes: int
+    max_response_bytes: int
+    max_attempts: int
+    sse_done_after_error: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class Services:
+    """The parts that requests are served with; made by the composition root.
+
+    Attributes:
+        limits: Bounds.
+        fleet: The workers.
+        policy: Chooses among them.
+        client: Carries the data plane's calls.
+        backends: One for each engine kind.
+        aborter: Owns what outlives a request.
+        live: The requests being served.
+        legs: Their upstream requests, and those whose client is gone.
+        metrics: Counters.
+        log_access: Takes one record for each request.
+        clock: Monotonic seconds.
+        wall_clock: Seconds since the epoch.
+        new_id: Makes a fresh 32-hex id.
+        is_draining: Nothing is admitted any more.
+    """
+
+    limits: Limits
+    fleet: Fleet
+    policy: Router
+    client: UpstreamClient
+    backends: dict[EngineKind, Backend]
+    aborter: AbortSupervisor
+    live: LiveRequests
+    legs: set[Leg]
+    metrics: Metrics
+    log_access: Callable[[AccessRecord], None]
+    clock: Callable[[], float]
+    wall_clock: Callable[[], float]
+    new_id: Callable[[], str]
+    is_draining: bool = False

@@ -1,0 +1,1 @@
+"""What tests put in the place of the outside world."""
