@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 SCOPE_KEY = "forebay.connection"
 # A client may go on sending a body that was refused, and must read the refusal; this bounds how long it is humoured.
@@ -27,6 +27,7 @@ class ConnectionProtocol(HttpToolsProtocol):
         self.is_gone = False
         self._on_gone: Callable[[], None] | None = None
         self._discarded_bytes = 0
+        self._running: RequestResponseCycle | None = None
 
     def watch(self, on_gone: Callable[[], None] | None) -> None:
         """Call ``on_gone`` once when the client goes, at once if it is gone already; ``None`` ends the watch."""
@@ -36,12 +37,19 @@ class ConnectionProtocol(HttpToolsProtocol):
 
     def _tell(self) -> None:
         self.is_gone = True
+        self._give_up_answer()
         on_gone, self._on_gone = self._on_gone, None
         if on_gone is not None:
             on_gone()
 
+    def _give_up_answer(self) -> None:
+        """Let uvicorn know that the running answer ends here; of pipelined ones it would only mark the last."""
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+
     def abort(self) -> None:
         """End the connection abruptly."""
+        self._give_up_answer()
         self.transport.abort()
 
     # uvicorn and asyncio callbacks
@@ -57,6 +65,11 @@ class ConnectionProtocol(HttpToolsProtocol):
         self._tell()
         if was_watched:
             self.transport.abort()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """Remember whose answer is under way (uvicorn hook)."""
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_message_begin(self) -> None:
         """Begin of a request: let the application find this connection (httptools callback)."""
