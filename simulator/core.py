@@ -322,5 +322,7 @@ class Core:
                 for callback in waiting:
                     callback()
             self.log.changed()
-        elif sequence.is_streamed:
-            generation.on_progress(sequence)
+        else:
+            if sequence.is_streamed:
+                generation.on_progress(sequence)
+            self.log.changed()

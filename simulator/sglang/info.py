@@ -113,8 +113,12 @@ def model_info(core: Core) -> dict[str, Any]:
         "has_audio_understanding": False,
         "model_type": "qwen2",
         "architectures": ["Qwen2ForCausalLM"],
-        "embedding": {"family": "none", "enabled": core.options.is_embedding, "matryoshka_dimensions": []},
-        "cache": {"kv_cache_disabled": False, "radix_cache_disabled": False, "chunked_prefill_disabled": False},
+        "embedding": {
+            "family": "none",
+            "enabled": core.options.is_embedding,
+            "matryoshka_dimensions": [],
+            "cache": {"kv_cache_disabled": False, "radix_cache_disabled": False, "chunked_prefill_disabled": False},
+        },
     }
 
 
