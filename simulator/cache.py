@@ -107,13 +107,12 @@ class PrefixCache:
 
     def fill(self, lease: Lease, tokens: Sequence[int]) -> None:
         """Store the full blocks of ``tokens``, the lease's whole sequence so far."""
-        pages = self._pages(tokens)
         start = len(lease.blocks)
-        if start >= len(pages):
+        if start >= len(tokens) // self.page_size:
             return
         parent = lease.blocks[-1] if lease.blocks else self._root(lease.namespace)
         stored: list[Block] = []
-        for page in pages[start:]:
+        for page in self._pages(tokens[start * self.page_size :]):
             if not lease.reserved_blocks:
                 break
             block = parent.children.get(page)

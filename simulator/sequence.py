@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from simulator.cache import Lease
-from simulator.text import TextDecoder, TokenSource
+from simulator.text import TextDecoder, TokenSource, decode
 
 
 class SequenceState(enum.Enum):
@@ -102,7 +102,10 @@ class Sequence:
     """An end decided in advance, reported with the first token (a grammar that does not compile)."""
     state: SequenceState = SequenceState.NEW
     output: list[int] = field(default_factory=list)
+    hidden_tokens: int = 0
+    """Output tokens at the end that have no part in the text (a trimmed stop token)."""
     text: str = ""
+    """Text so far; of a unary sequence without stop strings only at the end."""
     decoder: TextDecoder = field(default_factory=TextDecoder)
     rank: int | None = None
     cached_tokens: int = 0
@@ -127,7 +130,14 @@ class Sequence:
         if may_stop and token in stop.token_ids:
             if stop.keep_text:
                 self.text += self.decoder.feed(token)
+            else:
+                self.hidden_tokens = 1
             self._end(Finish(FinishKind.STOP, matched=token))
+            return
+        if not self.is_streamed and not stop.strings:
+            # Nobody looks at the text before the end.
+            if len(self.output) >= self.max_new_tokens:
+                self._end(Finish(FinishKind.LENGTH))
             return
         piece = self.decoder.feed(token)
         self.text += piece
@@ -150,7 +160,10 @@ class Sequence:
 
     def _end(self, finish: Finish) -> None:
         self.finish = finish
-        self.text += self.decoder.flush()
+        if self.is_streamed or self.stop.strings:
+            self.text += self.decoder.flush()
+        else:
+            self.text = decode(self.output[: len(self.output) - self.hidden_tokens])
 
     def end(self, finish: Finish) -> None:
         """End from outside, for instance by an abort."""

@@ -44,6 +44,16 @@ def decode(tokens: Iterable[int]) -> str:
     return b"".join(map(token_bytes, tokens)).decode("utf-8", "replace")
 
 
+def _tokens_of_byte(value: int) -> tuple[int, ...]:
+    if value < 12:
+        return tuple(encode(_TWO_BYTE_CHARACTERS[value % len(_TWO_BYTE_CHARACTERS)]))
+    return (_ALPHABET[value % len(_ALPHABET)] + BYTE_OFFSET,)
+
+
+_TOKENS_OF_BYTE = tuple(_tokens_of_byte(value) for value in range(256))
+_LEAD_TOKENS = frozenset(tokens[0] for tokens in _TOKENS_OF_BYTE if len(tokens) == 2)
+
+
 class TextDecoder:
     """Incremental decoder of one sequence: text appears once its bytes are complete."""
 
@@ -90,14 +100,10 @@ class TokenSource:
 
     def _make_block(self, index: int) -> list[int]:
         raw = hashlib.blake2b(self._key + struct.pack("<Q", index), digest_size=_BLOCK_TOKENS).digest()
-        tokens: list[int] = []
-        for value in raw:
-            if len(tokens) >= _BLOCK_TOKENS:
-                break
-            if value < 12 and len(tokens) < _BLOCK_TOKENS - 1:
-                tokens.extend(encode(_TWO_BYTE_CHARACTERS[value % len(_TWO_BYTE_CHARACTERS)]))
-            else:
-                tokens.append(_ALPHABET[value % len(_ALPHABET)] + BYTE_OFFSET)
+        tokens = [token for value in raw for token in _TOKENS_OF_BYTE[value]]
+        del tokens[_BLOCK_TOKENS:]
+        if tokens[-1] in _LEAD_TOKENS:
+            tokens[-1] = _ALPHABET[0] + BYTE_OFFSET  # half a character at the block's end
         return tokens
 
 

@@ -135,6 +135,6 @@ def request_bytes(path: str, body: Any = None, *, method: str = "POST", close: b
 
 async def ask(port: int, path: str, body: Any = None, *, method: str = "POST", **headers: str) -> Answer:
     """Send one request on a connection of its own and parse the answer."""
-    answer = parse_answer(await send(port, request_bytes(path, body, method=method, **headers)))
+    answer = parse_answer(await send(port, request_bytes(path, body, method=method, close=True, **headers)))
     assert answer is not None
     return answer
