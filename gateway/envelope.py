@@ -57,6 +57,8 @@ READ_FIELDS = frozenset({"rid", "stream", "model", "n", "text", "input_ids", "pr
 PASSED_HEADERS = frozenset({b"content-type", b"traceparent", b"tracestate", b"x-smg-routing-key", b"x-session-id"})
 PASSED_HEADER_PREFIX = b"x-sglext-"
 MAX_ID_CHARS = 256
+# SGLang dies of more top log-probabilities than the vocabulary has tokens; none has fewer than this.
+MAX_TOP_LOGPROBS = 1024
 # JSON text of one value and one index of a top-k pair, and the same in Base64 of float32 and int32.
 BYTES_PER_PAIR = 24
 BYTES_PER_PAIR_B64 = 10
@@ -65,6 +67,9 @@ _LAX_TRUE = frozenset({b"true", b'"true"', b'"True"', b'"1"', b'"yes"', b'"on"',
 _strings = msgspec.json.Decoder(list[str])
 _items = msgspec.json.Decoder(list[msgspec.Raw])
 _string = msgspec.json.Decoder(str)
+_numbers = msgspec.json.Decoder(int | list[int | None])
+# Quotes inside a JSON string are escaped, so this finds empty items only.
+_EMPTY_ITEM = re.compile(rb'[\[,]\s*""')
 _LIST_OF_LISTS = re.compile(rb"\[\s*\[")
 _LIST_OF_STRINGS = re.compile(rb'\[\s*"')
 
@@ -186,6 +191,8 @@ def parse_envelope(
     is_stream = _is_stream(body, route)
     if body.text(FLAT_OUTPUT) == b"true" and is_stream:
         raise InvalidRequest(f"{FLAT_OUTPUT} needs an answer in one piece, so not with stream", param=FLAT_OUTPUT)
+    if route.dialect is Dialect.NATIVE:
+        _refuse_deadly(body)
     batch_size, prompt_tokens = _prompt(body, route)
     public_id, item_ids = _public_ids(body, by_name, batch_size, fallback_id)
     if route.dialect is Dialect.NATIVE and not is_stream:
@@ -213,6 +220,21 @@ def _refuse_internal(body: JsonBody) -> None:
             name
         ):  # null is as good as absent, and clients that dump whole dataclasses send it
             raise InvalidRequest(f"the field {name!r} is internal routing state and not a client's to set", param=name)
+
+
+def _refuse_deadly(body: JsonBody) -> None:
+    """Refuse what SGLang does not check and then dies of, with every request that it runs."""
+    text = body.text("text")
+    if text == b'""' or (text.startswith(b"[") and _EMPTY_ITEM.search(text)):
+        raise InvalidRequest("'text' is empty", param="text")
+    if b"-" in body.text("input_ids"):
+        raise InvalidRequest("'input_ids' holds a negative id", param="input_ids")
+    try:
+        wanted = _numbers.decode(body.text("top_logprobs_num") or b"0")
+    except msgspec.DecodeError:
+        return  # the engine says what is wrong
+    if any((number or 0) > MAX_TOP_LOGPROBS for number in (wanted if isinstance(wanted, list) else [wanted])):
+        raise InvalidRequest(f"'top_logprobs_num' is {MAX_TOP_LOGPROBS} at most", param="top_logprobs_num")
 
 
 def _is_stream(body: JsonBody, route: Route) -> bool:
