@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import gc
 import signal
 import sys
 from collections.abc import Sequence
@@ -108,8 +107,6 @@ def run(options: EngineOptions) -> int:
         runner = asyncio.Runner()
     else:
         runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
-    # The log keeps many objects alive; with the default thresholds full collections would stall answers.
-    gc.set_threshold(50_000, 20, 100)
     with runner:
         try:
             runner.run(_serve(options))

@@ -316,6 +316,7 @@ class Core:
             entry = self._entry_of(sequence)
             if entry is not None:
                 del self._live[sequence.rid]
+            sequence.owner = None  # no cycle is left for the collector
             generation.on_finished(sequence)
             if self._on_idle and not self.is_busy:
                 waiting, self._on_idle = self._on_idle, []

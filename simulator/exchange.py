@@ -166,6 +166,7 @@ class Exchange:
         if self.is_over:
             return
         self.is_over = True
+        self.on_disconnect = self.on_writable = None
         self._mark(ended)
         self.connection.exchange_over(self)
 

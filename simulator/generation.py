@@ -12,6 +12,10 @@ from simulator.faulting import EventWriter
 from simulator.sequence import Sequence
 
 
+def _nothing() -> None:
+    """Stand in for a callback that has been used up."""
+
+
 class UnaryGeneration:
     """Collects all sequences of a request, then calls ``on_done``."""
 
@@ -44,8 +48,10 @@ class UnaryGeneration:
         """Count; answer after the last one."""
         self._exchange.entry.tokens += len(sequence.output)
         self._open -= 1
-        if not self._open and not self._exchange.is_over:
-            self._on_done()
+        if not self._open:
+            on_done, self._on_done = self._on_done, _nothing
+            if not self._exchange.is_over:
+                on_done()
 
 
 class Renderer(Protocol):
@@ -92,7 +98,8 @@ class StreamGeneration:
         self._core.submit(self, rank)
         self._exchange.on_disconnect = self._client_left
         self._exchange.on_writable = self._catch_up
-        self._writer.on_abort_finish = lambda: self._core.abort_generation(self)
+        if self._exchange.facts is not None:
+            self._writer.on_abort_finish = lambda: self._core.abort_generation(self)
         if self._exchange.starts_aborted:
             self._core.abort_generation(self)
 
