@@ -33,10 +33,15 @@ HOP_BY_HOP = frozenset(
 # Ours to set, or about the hop between engine and gateway.
 NOT_PASSED = HOP_BY_HOP | {b"server", b"date", b"x-request-id", b"content-length"}
 
-_TOKENS = re.compile(rb'"(prompt|completion|cached)_tokens":(\d+)')
-_FINISH_TYPE = re.compile(rb'"finish_reason":(?:\{"type":)?"(\w+)"')
+_TOKENS = re.compile(rb'"(prompt|completion|cached)_tokens":(\d{1,18})')
+_COUNT = b'_tokens":'
+_COUNT_NAMES = (b'"prompt', b'"completion', b'"cached')
+# Sums over a whole OpenAI answer, which may hold the counts of its parts before.
+_SUMS = b'"usage":{'
 _ABORT = (b'"type":"abort"', b'"finish_reason":"abort"')
 _ERROR_EVENT = b'data: {"error"'
+# Longer than anything that is looked for in an answer that comes in pieces.
+_TAIL_BYTES = 64
 # Unquoted, these bytes cannot be part of a generated text, in which quotes are escaped.
 _LOOK_AT_BYTES = 64 * 1024
 
@@ -60,18 +65,18 @@ class _MetaInfo(msgspec.Struct):
 
 
 class _Error(msgspec.Struct):
-    message: str = ""
+    message: str | None = None
     code: int | str | None = None
 
 
 class _Event(msgspec.Struct):
-    error: _Error | None = None
+    error: _Error | str | None = None
     meta_info: _MetaInfo | None = None
 
 
 class _ErrorBody(msgspec.Struct):
     error: _Error | str | None = None
-    message: str = ""
+    message: str | None = None
     detail: str | None = None
 
 
@@ -129,9 +134,12 @@ def refusal_in(event_data: bytes) -> EngineRefused | None:
         event = _event.decode(event_data)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
+    if isinstance(event.error, str):
+        return _refused(500, event.error, body=event_data)
     if event.error is not None:
-        code = event.error.code if isinstance(event.error.code, int) else 500
-        return _refused(code, event.error.message, body=event_data)
+        code = str(event.error.code)
+        status = int(code) if code.isdecimal() and len(code) == 3 else 500
+        return _refused(status, event.error.message or "", body=event_data)
     reason = event.meta_info.finish_reason if event.meta_info else None
     if reason is None or reason.type != "abort" or reason.status_code is None:
         return None
@@ -154,9 +162,8 @@ def engine_message(body: bytes) -> str:
         parsed = _error_body.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return body[:MAX_ENGINE_TEXT_CHARS].decode("utf-8", "replace")
-    if isinstance(parsed.error, str):
-        return parsed.error
-    return (parsed.error.message if parsed.error else "") or parsed.message or parsed.detail or ""
+    nested = parsed.error.message if isinstance(parsed.error, _Error) else parsed.error
+    return (nested or parsed.message or parsed.detail or "")[:MAX_ENGINE_TEXT_CHARS]
 
 
 class StreamAnswer:
@@ -168,7 +175,7 @@ class StreamAnswer:
         was_aborted: Told at the end whether this side asked the engine to stop.
     """
 
-    __slots__ = ("_abort_block", "_cutter", "_ids", "_last", "_saw_done", "_saw_error", "bytes_in", "events_seen")
+    __slots__ = ("_abort_block", "_cutter", "_error_block", "_ids", "_last", "_saw_done", "bytes_in", "events_seen")
 
     def __init__(self, ids: IdMap, max_event_bytes: int) -> None:
         self._ids = ids
@@ -176,7 +183,7 @@ class StreamAnswer:
         self._last = b""
         self._abort_block = b""
         self._saw_done = False
-        self._saw_error = False
+        self._error_block = b""
         self.bytes_in = 0
         self.events_seen = 0
 
@@ -192,16 +199,20 @@ class StreamAnswer:
             return b""
         block = self._ids.apply(block)
         self.events_seen += block.count(b"\n\n")
-        if block.endswith(DONE_EVENT):
-            self._saw_done = True
-            if len(block) == len(DONE_EVENT):
-                return block
+        if (b"[DONE]" in block[-_TAIL_BYTES:] or b"data:" not in block) and self._is_end_only(block):
+            return block
         self._last = block
         if _ERROR_EVENT in block:
-            self._saw_error = True
+            self._error_block = block
         if _ABORT[0] in block or _ABORT[1] in block:
             self._abort_block = block
         return block
+
+    def _is_end_only(self, block: bytes) -> bool:
+        """Look for the end marker; whether the block says nothing else."""
+        payloads = [data_of(event) for event in events(block)]
+        self._saw_done = self._saw_done or DONE_DATA in payloads
+        return all(payload in (b"", DONE_DATA) for payload in payloads)
 
     @property
     def partial_bytes(self) -> int:
@@ -216,15 +227,21 @@ class StreamAnswer:
             if payload and payload != DONE_DATA:
                 last = payload
         usage = usage_of([last[-_LOOK_AT_BYTES:]])
+        if self._error_block:
+            return Verdict(Outcome.ENGINE_ERROR, self._saw_done, usage, _error_message(self._error_block))
         if not self._saw_done:
             return Verdict(Outcome.TRUNCATED, False, usage, "the engine's stream ended without its end marker")
-        if self._saw_error:
-            return Verdict(Outcome.ENGINE_ERROR, True, usage, engine_message(last))
         if self._abort_block:
             return Verdict(_abort_outcome(self._abort_block), True, usage)
         if not last and was_aborted:
             return Verdict(Outcome.ABORTED, True, usage)
         return Verdict(Outcome.COMPLETE, True, usage)
+
+
+def _error_message(block: bytes) -> str:
+    """The engine's words in the first error event of a block."""
+    found = (data_of(event) for event in events(block) if _ERROR_EVENT in event)
+    return engine_message(next(found, b"{}"))
 
 
 def _abort_outcome(block: bytes) -> Outcome:
@@ -252,12 +269,13 @@ class BodyAnswer:
         ids: Replaces engine ids.
     """
 
-    __slots__ = ("_held", "_ids", "_is_abort", "_seen", "bytes_in")
+    __slots__ = ("_counts", "_held", "_ids", "_is_abort", "_tail", "bytes_in")
 
     def __init__(self, ids: IdMap) -> None:
         self._ids = ids
         self._held = b""
-        self._seen: list[bytes] = []
+        self._tail = b""
+        self._counts: dict[bytes, int] = {}
         self._is_abort = False
         self.bytes_in = 0
 
@@ -268,29 +286,38 @@ class BodyAnswer:
         held = self._ids.held(data)
         self._held = data[len(data) - held :] if held else b""
         ready = self._ids.apply(data[: len(data) - held] if held else data)
-        self._look(ready)
+        self._look(ready, is_end=False)
         return ready
 
     def end(self) -> bytes:
         """What is left at the end of the body."""
         rest, self._held = self._held, b""
-        return self._ids.apply(rest)
+        rest = self._ids.apply(rest)
+        self._look(rest, is_end=True)
+        return rest
 
-    def _look(self, data: bytes) -> None:
+    def _look(self, data: bytes, *, is_end: bool) -> None:
+        """Look for aborts and token counts; what may go on in the next piece is looked at with that."""
+        data = self._tail + data
         if _ABORT[0] in data or _ABORT[1] in data:
             self._is_abort = True
-        for start in {max(data.find(b'"prompt_tokens":') - 256, -1), max(data.find(b'"completion_tokens":') - 256, -1)}:
-            if start >= 0 and len(self._seen) < 64:
-                self._seen.append(data[start : start + 1024])
+        done = data.rfind(_SUMS) + 1
+        if done:
+            self._counts.clear()
+        while (at := data.find(_COUNT, done)) >= 0 and (is_end or at + len(_COUNT) + 18 < len(data)):
+            done = at + len(_COUNT)
+            if data.endswith(_COUNT_NAMES, 0, at) and (match := _TOKENS.search(data, max(at - 11, 0))):
+                self._counts[match[1]] = self._counts.get(match[1], 0) + int(match[2])
+        self._tail = data[max(done, len(data) - _TAIL_BYTES) :]
 
     def verdict(self) -> Verdict:
         """The verdict, once the body is complete."""
-        first = self._seen[0] if self._seen else b""
+        counts = self._counts
         outcome = Outcome.ABORTED if self._is_abort else Outcome.COMPLETE
-        return Verdict(outcome, True, usage_of([first]))
+        return Verdict(outcome, True, Usage(counts.get(b"prompt"), counts.get(b"completion"), counts.get(b"cached")))
 
 
 def unary_verdict(body: bytes) -> Verdict:
     """The verdict on a whole unary body with a 2xx status."""
     outcome = Outcome.ABORTED if _ABORT[0] in body or _ABORT[1] in body else Outcome.COMPLETE
-    return Verdict(outcome, True, usage_of([body]))
+    return Verdict(outcome, True, usage_of([body[max(body.rfind(_SUMS), 0) :]]))

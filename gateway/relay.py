@@ -176,10 +176,18 @@ class AnswerRelay:
         return verdict
 
     async def _cut(self, answer: StreamAnswer, error: UpstreamError) -> Verdict:
-        """The stream broke off: say so in the stream itself; an unfinished event is dropped."""
+        """The stream broke off: say so in the stream itself, unless the engine has; an unfinished event is dropped."""
+        verdict = answer.verdict(was_aborted=False)
+        if verdict.is_terminated:
+            await self._downstream.finish()
+            return verdict
+        if verdict.outcome is Outcome.ENGINE_ERROR:
+            tail = DONE_EVENT if self._limits.sse_done_after_error else b""
+            self.bytes_out += len(tail)
+            await self._downstream.finish(tail)
+            return verdict
         await self.fail(report_of(error), self._public_id)
-        usage = answer.verdict(was_aborted=False).usage
-        return Verdict(Outcome.TRUNCATED, False, usage, str(error))
+        return Verdict(Outcome.TRUNCATED, False, verdict.usage, str(error))
 
     # Unary answers.
 

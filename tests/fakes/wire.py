@@ -91,7 +91,10 @@ class Wire:
 
     async def answer(self) -> Answer:
         """Read one whole answer."""
-        status, headers = await self.head()
+        return await self.body(*await self.head())
+
+    async def body(self, status: int, headers: dict[str, str]) -> Answer:
+        """Read the body that follows a head."""
         chunks: list[bytes] = []
         try:
             if headers.get("transfer-encoding") == "chunked":

@@ -91,10 +91,9 @@ EXCEPTIONS: dict[str, Differs] = {
 }
 # The same requests without the fields that clients may not send: what the engine said, and what is left different.
 WITHOUT_ROUTING = {name: None for name, one in EXCEPTIONS.items() if one is INTERNAL_FIELD} | dict.fromkeys(
-    ("http_dp2/queue_2_unary", "http_dp2/queue_3_unary", "http_dp2/queue_4_chat", "http_dp2/queue_5_chatstream")
-    + ("http_dp2/incr_retracted_1_logprob",),
-    FULL,
+    [f"http_dp2/{name}" for name in ("queue_2_unary", "queue_3_unary", "queue_4_chat", "queue_5_chatstream")], FULL
 )
+WITHOUT_ROUTING["http_dp2/incr_retracted_1_logprob"] = FULL
 
 
 def _request_line(name: str) -> list[str]:
@@ -137,20 +136,14 @@ class Setup:
 
 
 @pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    """One loop for the module: the pair below serves all of its tests."""
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
-async def single(anyio_backend: str) -> AsyncIterator[Setup]:
+async def single(anyio_backend: object) -> AsyncIterator[Setup]:
     """An engine with one rank."""
     async with replay_engine() as engine, running_gateway(engine.url) as gateway:
         yield Setup(engine, gateway)
 
 
 @pytest.fixture(scope="module")
-async def two_ranks(anyio_backend: str) -> AsyncIterator[Setup]:
+async def two_ranks(anyio_backend: object) -> AsyncIterator[Setup]:
     """An engine with two ranks and incremental output."""
     async with replay_engine(has_two_ranks=True) as engine, running_gateway(engine.url) as gateway:
         yield Setup(engine, gateway)
@@ -237,8 +230,8 @@ async def test_captured_request_without_routing_fields(name: str, setup: Setup) 
         assert_engines_answer(got, answer, request)
 
 
-@pytest.mark.parametrize("name", ["http/gen_stream_batch2", "http/gen_stream_n2", "http/chat_n2_stream"])
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 33, 100, 511, 1000, 100_000])
+@pytest.mark.parametrize("name", ["http/gen_stream_batch2", "http/chat_n2_stream"])
+@pytest.mark.parametrize("size", [1, 5, 33, 511, 100_000])
 async def test_framing_makes_no_difference(name: str, size: int, setup: Setup) -> None:
     capture = load_capture(name)
     answer = captured_answer(capture)

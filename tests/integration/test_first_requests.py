@@ -15,7 +15,7 @@ async def test_a_unary_request_gets_the_engines_answer_under_the_clients_id(
     assert answer.json()["meta_info"]["id"] == "mine"
     assert answer.headers["x-request-id"] == "mine"
     assert answer.headers["content-length"] == str(len(answer.body))
-    seen = engine.log.requests[-1]
+    seen = engine.log.requests_to("/generate")[-1]
     assert len(seen.rids[0]) == 32
     assert seen.rids[0] not in answer.body.decode()
 
