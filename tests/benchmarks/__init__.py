@@ -1,0 +1,1 @@
+"""Tests of the benchmarks' pure parts; nothing here depends on time."""
