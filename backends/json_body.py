@@ -6,12 +6,15 @@ replacing writes the object again from its slices, each of which is copied as it
 """
 
 import json
+import re
 from collections.abc import Collection, Mapping
 
 import msgspec
 
 _decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _WHITESPACE = b" \t\n\r"
+# An escaped lower-case letter or underscore, which nobody needs but to spell a known key in another way.
+_ESCAPED_LETTER = re.compile(rb"\\u00(?:5[fF]|6[1-9a-fA-F]|7[0-9aA])")
 
 
 class JsonBodyError(ValueError):
@@ -61,13 +64,15 @@ class JsonBody:
         except RecursionError as exc:
             raise JsonBodyError("the body is nested too deeply") from exc
         body = cls(raw, fields)
-        for key in unique:
-            if key in fields and raw.count(b'"%b"' % key.encode()) > 1:
-                body._refuse_repeated(key)
+        suspects = [key for key in fields if key in unique]
+        if suspects and not _has_escaped_letters(raw):
+            suspects = [key for key in suspects if raw.count(b'"%b"' % key.encode()) > 1]
+        if suspects:
+            body._refuse_repeated(suspects)
         return body
 
-    def _refuse_repeated(self, key: str) -> None:
-        """Look exactly, since the key's text also occurs elsewhere in the body."""
+    def _refuse_repeated(self, keys: Collection[str]) -> None:
+        """Look exactly, since a key's text also occurs elsewhere in the body."""
         top: list[tuple[str, object]] = []
 
         def remember(pairs: list[tuple[str, object]]) -> None:
@@ -77,8 +82,12 @@ class JsonBody:
             json.loads(self.raw, object_pairs_hook=remember, parse_int=str, parse_float=str)
         except RecursionError as exc:
             raise JsonBodyError("the body is nested too deeply") from exc
-        if sum(name == key for name, _ in top) > 1:
-            raise JsonBodyError(f"the field {key!r} is given more than once", key)
+        except ValueError as exc:  # strings that are no UTF-8, which the first parse skips unread
+            raise JsonBodyError("the body is not valid JSON: invalid UTF-8") from exc
+        names = [name for name, _ in top]
+        for key in keys:
+            if names.count(key) > 1:
+                raise JsonBodyError(f"the field {key!r} is given more than once", key)
 
     def text(self, key: str) -> bytes:
         """The JSON text of a field, ``b""`` if it is absent or null."""
@@ -107,3 +116,7 @@ class JsonBody:
             pieces += [separator, json.dumps(key, ensure_ascii=False).encode(), b":", memoryview(value)]
             separator = b","
         return [*pieces, b"}"]
+
+
+def _has_escaped_letters(raw: bytes) -> bool:
+    return b"\\u00" in raw and _ESCAPED_LETTER.search(raw) is not None

@@ -28,12 +28,13 @@ class EventCutter:
         max_event_bytes: Bound of one event; a longer one raises.
     """
 
-    __slots__ = ("_held", "_held_bytes", "_max_event_bytes")
+    __slots__ = ("_held", "_held_bytes", "_max_event_bytes", "_tail")
 
     def __init__(self, max_event_bytes: int) -> None:
         self._max_event_bytes = max_event_bytes
         self._held: list[bytes] = []
         self._held_bytes = 0
+        self._tail = b""
 
     @property
     def held_bytes(self) -> int:
@@ -46,30 +47,30 @@ class EventCutter:
         Raises:
             AnswerTooLarge: An event passes the bound.
         """
-        if not self._held:
-            if data.endswith(b"\n\n"):
-                return data
-            end = _end_of_last_event(data)
-            return self._split(data, end)
-        overlap = self._held[-1][-_OVERLAP_BYTES:]
-        if len(overlap) < _OVERLAP_BYTES and len(self._held) > 1:
-            overlap = b"".join(self._held)[-_OVERLAP_BYTES:]
-        end = _end_of_last_event(overlap + data) - len(overlap)
+        end = len(data)
+        if not data.endswith(b"\n\n"):
+            end = _end_of_last_event(self._tail + data if self._tail else data) - len(self._tail)
         if end <= 0:
-            return self._split(data, 0)
-        whole = b"".join([*self._held, data[:end]])
-        self._held.clear()
-        self._held_bytes = 0
-        self._split(data[end:], 0)
+            self._hold(data)
+            return b""
+        whole = data if end == len(data) else data[:end]
+        if self._held:
+            whole = b"".join([*self._held, whole])
+            self._held.clear()
+            self._held_bytes = 0
+            self._tail = b""
+        if len(whole) > self._max_event_bytes and max(map(len, events(whole))) > self._max_event_bytes:
+            raise AnswerTooLarge(self._max_event_bytes)
+        if end < len(data):
+            self._hold(data[end:])
         return whole
 
-    def _split(self, data: bytes, end: int) -> bytes:
-        if end < len(data):
-            self._held.append(data[end:] if end else data)
-            self._held_bytes += len(data) - end
-            if self._held_bytes > self._max_event_bytes:
-                raise AnswerTooLarge(self._max_event_bytes)
-        return data[:end]
+    def _hold(self, data: bytes) -> None:
+        self._held.append(data)
+        self._held_bytes += len(data)
+        self._tail = (self._tail + data)[-_OVERLAP_BYTES:]
+        if self._held_bytes > self._max_event_bytes:
+            raise AnswerTooLarge(self._max_event_bytes)
 
 
 def events(block: bytes) -> Iterator[bytes]:
@@ -97,7 +98,7 @@ def data_of(event: bytes) -> bytes:
 
 def name_of(event: bytes) -> bytes:
     """The event's ``event:`` field, ``b""`` if it has none."""
-    if event.startswith(b"data:"):
+    if b"event:" not in event:
         return b""
     for line in event.split(b"\n"):
         if line.startswith(b"event:"):
