@@ -4,6 +4,7 @@ BackendError
 ├── UpstreamError                 one call to a worker failed; attributes say how far it got
 │   ├── ConnectFailed             nothing was sent: refused, unreachable, name not found, TLS failed
 │   │   └── ConnectTimeout        nothing was sent: no connection within the limit
+│   ├── RequestUnsendable         nothing was sent: the request cannot be written as HTTP
 │   ├── ConnectionDropped         the connection ended before the first byte of an answer
 │   ├── AnswerBroken              the connection ended inside the answer
 │   ├── AnswerTooLarge            the answer, or one event of it, is above the configured bound
@@ -29,6 +30,10 @@ class ConnectFailed(UpstreamError):
 
 class ConnectTimeout(ConnectFailed):
     """No connection within the connect timeout."""
+
+
+class RequestUnsendable(UpstreamError):
+    """The request holds bytes that would end a line of its head, so nothing was sent."""
 
 
 class ConnectionDropped(UpstreamError):

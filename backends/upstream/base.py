@@ -95,6 +95,10 @@ class UpstreamCall(Protocol):
     def is_complete(self) -> bool:
         """True once the whole answer has arrived and been read."""
 
+    @property
+    def is_over(self) -> bool:
+        """True once nothing more can arrive: the answer is here, read or not, or the call has failed or was closed."""
+
     async def head(self) -> AnswerHead:
         """Wait for the answer's head.
 
@@ -114,7 +118,11 @@ class UpstreamCall(Protocol):
         """
 
     def interrupt(self) -> None:
-        """Make the present wait (or the next, if there is none now) raise ``CallInterrupted``, once."""
+        """Make the present ``head`` or ``read`` (or the next, if there is none now) raise ``CallInterrupted``, once.
+
+        Meant for the task that has waited last: another one can read on at once, also while the first is busy
+        elsewhere and has not noticed yet.
+        """
 
     def close(self) -> None:
         """Give the call up. A connection that is inside an answer is closed at once, a clean one goes back."""
@@ -136,7 +144,7 @@ class UpstreamClient(Protocol):
         """Connections kept for reuse."""
 
     def send(self, origin: Origin, request: UpstreamRequest) -> UpstreamCall:
-        """Start ``request``; never blocks and never raises for network reasons."""
+        """Start ``request``; never blocks and never raises, since every failure is the call's."""
 
     async def aclose(self) -> None:
         """Close every connection and wait for what is owned."""

@@ -7,11 +7,12 @@ has the figures. What it leaves out: proxies, redirects, HTTP/2, decompression.
 import asyncio
 import ssl
 
-from backends.errors import ConnectFailed, ConnectTimeout
+from backends.errors import ConnectFailed, ConnectTimeout, RequestUnsendable
 from backends.tasks import OwnedTasks
 from backends.upstream.base import Origin, UpstreamRequest
 from backends.upstream.h1_call import H1Call
 from backends.upstream.h1_connection import H1Connection
+from backends.upstream.h1_request import request_head
 
 # Engines close idle connections after 5 s; leaving earlier avoids most of the races with that.
 IDLE_LIMIT_S = 3.0
@@ -56,7 +57,13 @@ class H1Client:
 
     def send(self, origin: Origin, request: UpstreamRequest) -> H1Call:
         """Start ``request`` on an idle connection, or on a new one; see ``UpstreamClient.send``."""
-        call = H1Call(self.loop, origin, request, self.connect_and_send)
+        try:
+            wire_head = request_head(origin, request)
+        except RequestUnsendable as exc:
+            call = H1Call(self.loop, origin, request, b"", self.connect_and_send)
+            call.fail(exc)
+            return call
+        call = H1Call(self.loop, origin, request, wire_head, self.connect_and_send)
         idle = self._idle.get(origin)
         oldest = self.loop.time() - self._idle_limit_s
         while idle:
@@ -73,7 +80,14 @@ class H1Client:
         if self._is_closed:
             call.fail(ConnectFailed("this client is closed"))
             return
-        call.set_connecting(self._tasks.spawn(self._connect(call), call.origin.authority))
+        task = self._tasks.spawn(self._connect(call), call.origin.authority)
+        call.set_connecting(task)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if task.cancelled():  # by the call itself, which has its error then, or because this client closes
+                call.fail(ConnectFailed("this client is closed"))
+
+        task.add_done_callback(ended)
 
     async def _connect(self, call: H1Call) -> None:
         origin = call.origin
@@ -87,7 +101,7 @@ class H1Client:
                 )
         except TimeoutError:
             call.fail(ConnectTimeout(f"no connection to {origin.authority} within {self._connect_timeout_s} s"))
-        except OSError as exc:
+        except (OSError, ValueError) as exc:  # names that cannot be names are ValueErrors
             call.fail(ConnectFailed(f"cannot connect to {origin.authority}: {exc}"))
         else:
             if call.is_closed:
@@ -142,4 +156,4 @@ class H1Client:
         await self._tasks.aclose()
         self._idle.clear()
         for connection in list(self._open):
-            connection.abandon()
+            connection.shut_down()

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from backends.errors import CallClosed, CallInterrupted, UpstreamError
+from backends.errors import CallClosed, CallInterrupted, ConnectFailed, ConnectionDropped, UpstreamError
 from backends.upstream.base import AnswerHead, Origin, UpstreamRequest
 
 # Above this many unread bytes the connection is paused. Two of the largest reads that uvloop makes.
@@ -34,6 +34,7 @@ class H1Call:
         loop: The running loop.
         origin: Where it goes.
         request: What goes there.
+        wire_head: Its request line and headers as they are written.
         reconnect: Connects anew and sends this call; used once, when a pooled connection turned out to be stale.
     """
 
@@ -46,12 +47,14 @@ class H1Call:
         "_interrupted",
         "_loop",
         "_parts",
+        "_reader",
         "_reconnect",
         "_resent",
         "_task",
         "_waiter",
         "origin",
         "request",
+        "wire_head",
         "written_at",
     )
 
@@ -60,11 +63,13 @@ class H1Call:
         loop: asyncio.AbstractEventLoop,
         origin: Origin,
         request: UpstreamRequest,
+        wire_head: bytes,
         reconnect: "Callable[[H1Call], None]",
     ) -> None:
         self._loop = loop
         self.origin = origin
         self.request = request
+        self.wire_head = wire_head
         self._reconnect = reconnect
         self._connection: Carrier | None = None
         self._task: asyncio.Task[None] | None = None
@@ -73,7 +78,9 @@ class H1Call:
         self._parts: list[bytes] = []
         self._buffered_bytes = 0
         self._finished = False
-        self._interrupted = False
+        # Who waited last, and who is to be told of an interruption: a task, or (True) whoever comes.
+        self._reader: asyncio.Task[object] | None = None
+        self._interrupted: asyncio.Task[object] | bool = False
         self._resent = False
         self._error: Exception | None = None
         self.written_at: float | None = None
@@ -83,8 +90,15 @@ class H1Call:
         """True once the whole answer has arrived and been read."""
         return self._finished and not self._parts
 
+    @property
+    def is_over(self) -> bool:
+        """True once nothing more can arrive; see ``UpstreamCall.is_over``."""
+        return self._finished or self._error is not None
+
     async def head(self) -> AnswerHead:
         """Wait for the answer's head; see ``UpstreamCall.head``."""
+        if self._interrupted:
+            self._tell_interrupted()
         while self._head is None:
             if self._error is not None:
                 raise self._error
@@ -93,6 +107,8 @@ class H1Call:
 
     async def read(self) -> bytes:
         """Return what has arrived since the last read; see ``UpstreamCall.read``."""
+        if self._interrupted:
+            self._tell_interrupted()
         while not self._parts:
             if self._error is not None:
                 raise self._error
@@ -108,15 +124,18 @@ class H1Call:
         return data
 
     async def _wait(self) -> None:
-        if self._interrupted:
-            self._interrupted = False
-            raise CallInterrupted
+        self._reader = asyncio.current_task()
         self._waiter = waiter = self._loop.create_future()
         try:
             await waiter
         finally:
-            self._waiter = None
+            if self._waiter is waiter:
+                self._waiter = None
         if self._interrupted:
+            self._tell_interrupted()
+
+    def _tell_interrupted(self) -> None:
+        if self._interrupted is True or self._interrupted is asyncio.current_task():
             self._interrupted = False
             raise CallInterrupted
 
@@ -126,15 +145,17 @@ class H1Call:
             waiter.set_result(None)
 
     def interrupt(self) -> None:
-        """Interrupt the present or next wait; see ``UpstreamCall.interrupt``."""
-        self._interrupted = True
+        """Interrupt the present or next reader; see ``UpstreamCall.interrupt``."""
+        self._interrupted = self._reader or True
         self._wake()
 
     def close(self) -> None:
         """Give the call up; see ``UpstreamCall.close``."""
-        if self._error is None and not self._finished:
+        if self._error is None and not self.is_complete:  # unread parts are dropped, which must not look like an end
             self._error = CallClosed("closed by this side")
         self._parts = []
+        self._reader = None
+        self._interrupted = False
         self._buffered_bytes = 0
         if self._task is not None:
             self._task.cancel()
@@ -179,6 +200,9 @@ class H1Call:
     def fail(self, error: Exception) -> None:
         """End the call with ``error``; the first error stays."""
         self._task = None
+        if self._resent and isinstance(error, ConnectFailed):
+            # The request has been on the wire once, so this is no proof that the worker has seen nothing.
+            error = ConnectionDropped(f"the connection ended before any byte of an answer, and then: {error}")
         if self._error is None:
             self._error = error
         self._wake()

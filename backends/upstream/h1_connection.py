@@ -9,6 +9,8 @@ from backends.errors import AnswerBroken, AnswerMalformed, ConnectionDropped, Up
 from backends.upstream.base import AnswerHead, Headers, Origin
 from backends.upstream.h1_call import H1Call
 
+# More of a head, 1xx answers before it included, is no engine's.
+MAX_HEAD_BYTES = 256 * 1024
 # Larger bodies are not copied into one buffer with the head.
 JOIN_BODY_BELOW_BYTES = 64 * 1024
 
@@ -34,7 +36,7 @@ class H1Connection(asyncio.Protocol):
         "_chunked",
         "_content_length",
         "_content_type",
-        "_has_received",
+        "_head_bytes",
         "_headers",
         "_is_paused",
         "_parser",
@@ -54,7 +56,7 @@ class H1Connection(asyncio.Protocol):
         self._call: H1Call | None = None
         self._served = 0
         self._is_paused = False
-        self._has_received = False
+        self._head_bytes = 0
         self._reset_answer()
         self.idle_since = 0.0
 
@@ -68,23 +70,15 @@ class H1Connection(asyncio.Protocol):
     def start(self, call: H1Call) -> None:
         """Write the call's request; small bodies go out in one buffer with the head."""
         assert self._transport is not None
-        request, origin = call.request, call.origin
+        body = call.request.body
         self._call = call
         self._parser = httptools.HttpResponseParser(self)
-        self._has_received = False
+        self._head_bytes = 0
         self._reset_answer()
-        length = sum(map(len, request.body))
-        head = [
-            f"{request.method} {origin.path_prefix}{request.path} HTTP/1.1\r\nhost: {origin.authority}\r\n".encode()
-        ]
-        head += [b"%b: %b\r\n" % header for header in request.headers]
-        if length or request.method != "GET":
-            head.append(b"content-length: %d\r\n" % length)
-        head.append(b"\r\n")
-        if length < JOIN_BODY_BELOW_BYTES:
-            self._transport.write(b"".join([*head, *request.body]))
+        if sum(map(len, body)) < JOIN_BODY_BELOW_BYTES:
+            self._transport.write(b"".join([call.wire_head, *body]))
         else:
-            self._transport.writelines([b"".join(head), *request.body])
+            self._transport.writelines([call.wire_head, *body])
 
     def is_usable(self) -> bool:
         """False once either side has begun to close."""
@@ -95,6 +89,14 @@ class H1Connection(asyncio.Protocol):
         self._call = None
         if self._transport is not None:
             self._transport.abort()
+
+    def shut_down(self) -> None:
+        """The client is being closed: a call that is still running ends with an error."""
+        if self._head_bytes:
+            self._lost(AnswerBroken("this side was shut down inside the answer"))
+        else:
+            self._lost(ConnectionDropped("this side was shut down before any byte of an answer"))
+        self.abandon()
 
     def pause_reading(self) -> None:
         """Stop reading until ``resume_reading``."""
@@ -121,18 +123,28 @@ class H1Connection(asyncio.Protocol):
             # Bytes that no request asked for: the connection cannot be trusted any more.
             self.abandon()
             return
-        self._has_received = True
+        if not self._status:
+            self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as exc:
             self._lost(AnswerMalformed(f"not a valid HTTP answer: {exc}"))
             self.abandon()
             return
+        if not self._status and self._head_bytes > MAX_HEAD_BYTES:
+            self._lost(AnswerMalformed(f"the answer's head is larger than {MAX_HEAD_BYTES} bytes"))
+            self.abandon()
+            return
         if self._call is not None:
             self._call.on_read_done()
 
     def eof_received(self) -> None:
-        """The worker closes; the transport follows (asyncio callback)."""
+        """The worker closes; the transport follows (asyncio callback).
+
+        It would first write what is left of the request, to somebody who may never read it.
+        """
+        if self._transport is not None and self._transport.get_write_buffer_size():
+            self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Report the end to the call, if one is running (asyncio callback)."""
@@ -144,7 +156,7 @@ class H1Connection(asyncio.Protocol):
             self._complete(reusable=False)  # a body that ends with the connection
             return
         detail = f": {exc}" if exc is not None else ""
-        if self._has_received:
+        if self._head_bytes:
             self._lost(AnswerBroken(f"the connection ended inside the answer{detail}"))
         else:
             self._lost(
@@ -163,9 +175,13 @@ class H1Connection(asyncio.Protocol):
         self.resume_reading()
         if call is not None:
             call.on_complete()
-        if reusable and self.is_usable():
+        if self._transport is None:
+            return
+        if self._transport.get_write_buffer_size():
+            self._transport.abort()  # answered before the request was read: what is left of it may never be
+        elif reusable and self.is_usable():
             self._pool.release(self.origin, self)
-        elif self._transport is not None:
+        else:
             self._transport.close()
 
     # httptools callbacks
@@ -177,7 +193,9 @@ class H1Connection(asyncio.Protocol):
             self.abandon()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One header (httptools callback)."""
+        """One header; trailers are dropped, nobody waits for them (httptools callback)."""
+        if self._status:
+            return
         name = name.lower()
         self._headers.append((name, value))
         if name == b"content-length":

@@ -1,0 +1,27 @@
+"""The head of an HTTP/1.1 request as bytes. Pure."""
+
+from backends.errors import RequestUnsendable
+from backends.upstream.base import Origin, UpstreamRequest
+
+
+def request_head(origin: Origin, request: UpstreamRequest) -> bytes:
+    """Request line and headers, ``host`` and framing included.
+
+    Values that came from clients or key files pass through here last, so this is where nothing may end a line early.
+
+    Raises:
+        RequestUnsendable: A line break or NUL in a header, or anything but visible ASCII in the request line.
+    """
+    line = f"{request.method} {origin.path_prefix}{request.path} HTTP/1.1"
+    if not line.isascii() or not line.isprintable() or line.count(" ") != 2:
+        raise RequestUnsendable("the request line holds a space or a character that is not visible ASCII")
+    parts = [f"{line}\r\nhost: {origin.authority}\r\n".encode()]
+    parts += [b"%b: %b\r\n" % header for header in request.headers]
+    length = sum(map(len, request.body))
+    if length or request.method != "GET":
+        parts.append(b"content-length: %d\r\n" % length)
+    head = b"".join(parts)
+    lines = len(parts) + 1
+    if head.count(b"\n") != lines or head.count(b"\r") != lines or b"\0" in head:
+        raise RequestUnsendable("a header holds a line break or NUL")
+    return head + b"\r\n"
