@@ -33,12 +33,14 @@ class Leg:
         cause: Why it was cancelled; ``None`` while it was not.
         is_detached: The abort supervisor owns it.
         is_ended: Booking released, call over.
+        aborting: Ids whose aborts run beside the exchange.
         stop_aborting: Ends the abort schedules that run beside the exchange.
     """
 
     __slots__ = (
         "_booking",
         "_on_end",
+        "aborting",
         "backend",
         "call",
         "cause",
@@ -66,6 +68,7 @@ class Leg:
         self.cause: Cause | None = None
         self.is_detached = False
         self.is_ended = False
+        self.aborting: set[str] = set()
         self.stop_aborting: list[Callable[[], object]] = []
         self._booking = booking
         self._on_end = on_end
@@ -106,5 +109,7 @@ def cancel(leg: Leg, cause: Cause, plan: CancelPlan, aborter: Aborter) -> None:
         leg.end()
         return
     leg.is_detached = True
+    for stop in leg.stop_aborting:  # the plan has aborts of its own
+        stop()
     leg.call.interrupt()
     aborter.adopt(leg, plan)
