@@ -29,7 +29,11 @@ class SGLangBackend:
         self._client = client
 
     def engine_ids(self, path: str, base: str, batch_size: int | None) -> list[str]:
-        """Ids of equal length that are no prefixes of each other, since the engine matches aborts by prefix."""
+        """Ids of equal length that are no prefixes of each other, since the engine matches aborts by prefix.
+
+        Only where the engine takes a list of them: the names that it makes of one id by itself are what they are, and
+        an abort of item 1 also ends items 10 to 19.
+        """
         if batch_size is None:
             return [base]
         if path.partition("?")[0] == _LIST_OF_IDS_PATH:
@@ -94,7 +98,7 @@ class SGLangBackend:
         models = await self._get_json(worker, ("/v1/models",), timeout_s)
         try:
             return facts_from(model_info, server_info, models)
-        except msgspec.ValidationError as exc:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
             raise IdentifyFailed(f"the engine's metadata is not as expected: {exc}") from exc
 
     async def _get_json(self, worker: Worker, paths: Sequence[str], timeout_s: float) -> bytes:
@@ -125,6 +129,8 @@ class SGLangBackend:
                 ready = await self._status(worker, "/ready")
                 if ready == 200:
                     return ProbeResult.UP
+                if ready not in (404, 503):
+                    return ProbeResult.FAILED
                 # Releases without /ready answer 404 there and are judged by /ping alone.
                 ping = await self._status(worker, "/ping")
         except (UpstreamError, CallEnded, TimeoutError):

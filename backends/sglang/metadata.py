@@ -66,7 +66,7 @@ _ROLES = {
 
 def parse_version(text: str) -> tuple[int, ...]:
     """Leading numbers of a release name: ``0.5.23.post1`` gives ``(0, 5, 23)``; ``()`` if there are none."""
-    match = re.match(r"\d+(?:\.\d+)*", text)
+    match = re.match(r"\d{1,9}(?:\.\d{1,9})*", text)
     return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
@@ -74,13 +74,16 @@ def facts_from(model_info: bytes, server_info: bytes, models: bytes) -> EngineFa
     """Decode the three bodies.
 
     Raises:
-        msgspec.ValidationError: A field is not of the type that the engine documents, or the role is unknown.
+        msgspec.DecodeError: Not JSON, a field is not of the type that the engine documents, no model is named, or
+            the role is unknown.
     """
     model = msgspec.json.decode(model_info, type=_ModelInfo)
     server = msgspec.json.decode(server_info, type=_ServerInfo)
     served = msgspec.json.decode(models, type=_Models)
     base = next((item for item in served.data if item.parent is None), None)
     model_id = base.id if base else model.served_model_name or server.served_model_name or model.model_path
+    if not model_id:
+        raise msgspec.ValidationError("no model is named")
     # A role that was switched at run time shows in internal_states only.
     mode = next((state.disaggregation_mode for state in server.internal_states), server.disaggregation_mode)
     if mode not in _ROLES:
