@@ -152,7 +152,7 @@ _ROUTING: Mapping[type[RoutingError], tuple[int, str, Outcome, str | None]] = {
     ModelRequired: (400, "invalid_request", Outcome.REJECTED, "model"),
     UnknownModel: (404, "model_not_found", Outcome.REJECTED, "model"),
     NoReadyWorker: (503, "unavailable", Outcome.OVERLOADED, None),
-    NoSuchRank: (400, "invalid_request", Outcome.REJECTED, "x-data-parallel-rank"),
+    NoSuchRank: (400, "invalid_request", Outcome.REJECTED, None),
 }
 
 
@@ -161,7 +161,9 @@ def report_of(error: Exception) -> ErrorReport:
     if isinstance(error, GatewayError):
         return error.report
     if isinstance(error, RoutingError):
-        status, kind, outcome, param = _ROUTING[type(error)]
+        status, kind, outcome, param = _ROUTING.get(type(error), _ROUTING[NoReadyWorker])
+        if isinstance(error, NoSuchRank):
+            param = error.header
         return ErrorReport(status, kind, str(error), outcome, param, RETRY_AFTER_S if status == 503 else None)
     if isinstance(error, UpstreamError):
         status, kind, message = _UPSTREAM.get(type(error), (502, "engine_error", "the engine could not be used"))

@@ -45,7 +45,8 @@ class LiveRequests:
     async def wait_empty(self) -> None:
         """Wait until no request is live; meant for the time when nothing is admitted any more."""
         while self._all:
-            self._empty = asyncio.Event()
+            if self._empty is None:
+                self._empty = asyncio.Event()
             await self._empty.wait()
 
     def add(self, request: LiveRequest) -> None:
@@ -68,6 +69,7 @@ class LiveRequests:
         self._all.discard(request)
         if self._empty is not None and not self._all:
             self._empty.set()
+            self._empty = None
         for public_id in ids:
             left = [entry for entry in self._by_id.get(public_id, ()) if entry[0] is not request]
             if left:

@@ -25,4 +25,12 @@ class NoReadyWorker(RoutingError):
 
 
 class NoSuchRank(RoutingError):
-    """The request is pinned to a rank or worker that does not exist."""
+    """The request is pinned to a rank or worker that does not exist.
+
+    Attributes:
+        header: The request's header that says so.
+    """
+
+    def __init__(self, message: str, header: str) -> None:
+        super().__init__(message)
+        self.header = header

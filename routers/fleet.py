@@ -103,6 +103,11 @@ class Member:
         return self.pinned_role or (self.facts.role if self.facts else Role.REGULAR)
 
     @property
+    def dp_size(self) -> int:
+        """Number of ranks, 0 while it is unknown."""
+        return self.facts.dp_size if self.facts else 0
+
+    @property
     def loads(self) -> tuple[RankLoad, ...]:
         """Booked load by rank."""
         return tuple(self._loads)
@@ -203,8 +208,7 @@ class Fleet:
         for other in self:
             if other.state is WorkerState.READY and other.role is Role.REGULAR and other.model_id is not None:
                 ready.setdefault(other.model_id, []).extend(
-                    Candidate(RankKey(other.worker.id, rank), other.load_of(rank))
-                    for rank in range(other.facts.dp_size if other.facts else 0)
+                    Candidate(RankKey(other.worker.id, rank), other.load_of(rank)) for rank in range(other.dp_size)
                 )
         self._ready = {model: tuple(candidates) for model, candidates in ready.items()}
         self._on_change(member)
@@ -234,9 +238,11 @@ class Fleet:
             return models[0]
         if requested in models:
             return requested
-        base = requested.partition(":")[0]
-        if base in models:
-            return base
+        base = requested
+        while ":" in base:  # the names of models may hold colons too, so the longest one that is served counts
+            base = base.rpartition(":")[0]
+            if base in models:
+                return base
         raise UnknownModel(f"the model {requested!r} is not served here")
 
     def candidates(self, model: str) -> tuple[Candidate, ...]:
@@ -263,7 +269,7 @@ class Fleet:
 
     def valid_ranks(self, model: str) -> int:
         """Largest number of ranks that any worker of ``model`` has."""
-        return max((m.facts.dp_size for m in self if m.model_id == model and m.facts), default=0)
+        return max((member.dp_size for member in self if member.model_id == model), default=0)
 
     def pinned(
         self, candidates: tuple[Candidate, ...], model: str, dp_rank: int | None, worker_id: str | None
@@ -271,17 +277,22 @@ class Fleet:
         """Narrow ``candidates`` down to a rank, a worker, or both.
 
         Raises:
-            NoSuchRank: No worker of the model has that rank, or there is no such worker.
+            NoSuchRank: The worker, or no worker of the model, has that rank, or there is no such worker.
             NoReadyWorker: It exists and is not ready.
         """
+        ranks = self.valid_ranks(model)
         if worker_id is not None:
-            if worker_id not in self._members:
-                raise NoSuchRank(f"there is no worker {worker_id!r}")
+            member = self._members.get(worker_id)
+            if member is None:
+                raise NoSuchRank(f"there is no worker {worker_id!r}", "x-forebay-worker")
+            if member.model_id not in (model, None):
+                raise NoSuchRank(f"the worker {worker_id!r} does not serve {model!r}", "x-forebay-worker")
+            ranks = member.dp_size
             candidates = tuple(c for c in candidates if c.key.worker_id == worker_id)
         if dp_rank is not None:
-            ranks = self.valid_ranks(model)
-            if dp_rank >= ranks:
-                raise NoSuchRank(f"there is no data-parallel rank {dp_rank}, valid ranks are 0 to {ranks - 1}")
+            if dp_rank >= ranks > 0:
+                message = f"there is no data-parallel rank {dp_rank}, valid ranks are 0 to {ranks - 1}"
+                raise NoSuchRank(message, "x-data-parallel-rank")
             candidates = tuple(c for c in candidates if c.key.dp_rank == dp_rank)
         if not candidates:
             raise NoReadyWorker("the worker or rank that the request is pinned to is not ready")
