@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from backends.sse import DONE_DATA, DONE_EVENT, EventCutter, data_of, events
+from backends.sse import DONE_DATA, EventCutter, data_of, events
 from backends.upstream.base import AnswerHead, Headers
 from gateway.errors import MAX_ENGINE_TEXT_CHARS, EngineRefused, ErrorReport, engine_failure
 from gateway.ids import IdMap

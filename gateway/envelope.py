@@ -15,80 +15,47 @@ from backends.json_body import JsonBody, JsonBodyError
 from backends.upstream.base import Headers
 from gateway.errors import InvalidRequest
 from gateway.routes import Dialect, Route
+from gateway.screening import (
+    INTERNAL_FIELDS,
+    Sampling,
+    refuse_deadly,
+    refuse_internal,
+    refuse_oversized_logprobs,
+)
 
-# Fields that only the gateway may set, since a client could reach other clients' requests or kill an engine.
-ROUTING_FIELDS = frozenset(
-    {
-        "bootstrap_info",
-        "bootstrap_host",
-        "bootstrap_port",
-        "bootstrap_room",
-        "bootstrap_pair_key",
-        "data_parallel_rank",
-        "routed_dp_rank",
-        "decode_tp_size",
-        "disaggregated_params",
-        "disagg_prefill_dp_rank",
-        "external_trace_header",
-        "received_time",
-        "kv_transfer_params",
-        "ec_transfer_params",
-    }
-)
-# SGLang's own internal fields, meant for its processes or for a trusted orchestrator.
-ENGINE_FIELDS = frozenset(
-    {
-        "encoder_urls",
-        "http_worker_ipc",
-        "kv_hints",
-        "lora_id",
-        "multi_item_delimiter_indices",
-        "need_wait_for_mm_inputs",
-        "num_items_assigned",
-        "token_indices_to_pool",
-    }
-)
-INTERNAL_PREFIX = "bootstrap_"
-INTERNAL_FIELDS = ROUTING_FIELDS | ENGINE_FIELDS
 FLAT_OUTPUT = "return_flat_raw_output_top_logprobs"
 # Keys that the gateway reads or writes, so that two parsers must not disagree on their value.
-READ_FIELDS = frozenset({"rid", "stream", "model", "n", "text", "input_ids", "prompt", "sampling_params", FLAT_OUTPUT})
+READ_FIELDS = INTERNAL_FIELDS | {
+    "rid",
+    "stream",
+    "model",
+    "n",
+    "text",
+    "input_ids",
+    "input_embeds",
+    "prompt",
+    "sampling_params",
+    "logprobs",
+    "return_logprob",
+    "top_logprobs",
+    "top_logprobs_num",
+    FLAT_OUTPUT,
+}
 
 PASSED_HEADERS = frozenset({b"content-type", b"traceparent", b"tracestate", b"x-smg-routing-key", b"x-session-id"})
 PASSED_HEADER_PREFIX = b"x-sglext-"
 MAX_ID_CHARS = 256
-# SGLang dies of more top log-probabilities than the vocabulary has tokens; none has fewer than this.
-MAX_TOP_LOGPROBS = 1024
-# JSON text of one value and one index of a top-k pair, and the same in Base64 of float32 and int32.
-BYTES_PER_PAIR = 24
-BYTES_PER_PAIR_B64 = 10
-
-_LAX_TRUE = frozenset({b"true", b'"true"', b'"True"', b'"1"', b'"yes"', b'"on"', b'"y"', b'"t"', b"1"})
+_LAX_TRUE = frozenset({b"true", b'"true"', b'"1"', b'"yes"', b'"on"', b'"y"', b'"t"', b"1", b"1.0"})
 _strings = msgspec.json.Decoder(list[str])
 _items = msgspec.json.Decoder(list[msgspec.Raw])
 _string = msgspec.json.Decoder(str)
-_numbers = msgspec.json.Decoder(int | list[int | None])
-# Quotes inside a JSON string are escaped, so this finds empty items only.
-_EMPTY_ITEM = re.compile(rb'[\[,]\s*""')
 _LIST_OF_LISTS = re.compile(rb"\[\s*\[")
+_LINE_BREAK = re.compile(rb"[\r\n\0]")
 _LIST_OF_STRINGS = re.compile(rb'\[\s*"')
 
 
-class _Sampling(msgspec.Struct):
-    n: int | None = None
-    max_new_tokens: int | None = None
-    min_new_tokens: int | None = None
-    ignore_eos: bool | None = None
-
-
-class _Logprobs(msgspec.Struct):
-    top_logprobs_num: int | None = None
-    logprob_start_len: int | None = None
-    return_flat_raw_top_logprobs_b64: bool | None = None
-
-
-_sampling = msgspec.json.Decoder(_Sampling)
-_samplings = msgspec.json.Decoder(list[_Sampling])
+_sampling = msgspec.json.Decoder(Sampling)
+_samplings = msgspec.json.Decoder(list[Sampling])
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,16 +154,15 @@ def parse_envelope(
         body = JsonBody.parse(raw, READ_FIELDS)
     except JsonBodyError as exc:
         raise InvalidRequest(str(exc), param=exc.key) from exc
-    _refuse_internal(body)
+    refuse_internal(body)
     is_stream = _is_stream(body, route)
-    if body.text(FLAT_OUTPUT) == b"true" and is_stream:
+    if is_stream and body.text(FLAT_OUTPUT).lower() in _LAX_TRUE:
         raise InvalidRequest(f"{FLAT_OUTPUT} needs an answer in one piece, so not with stream", param=FLAT_OUTPUT)
-    if route.dialect is Dialect.NATIVE:
-        _refuse_deadly(body)
+    refuse_deadly(body, route)
     batch_size, prompt_tokens = _prompt(body, route)
     public_id, item_ids = _public_ids(body, by_name, batch_size, fallback_id)
     if route.dialect is Dialect.NATIVE and not is_stream:
-        _refuse_oversized_logprobs(body, prompt_tokens if batch_size is None else 0, max_response_bytes)
+        refuse_oversized_logprobs(body, prompt_tokens if batch_size is None else 0, max_response_bytes)
     return Envelope(
         body=body,
         is_stream=is_stream,
@@ -209,39 +175,15 @@ def parse_envelope(
         dp_rank=_dp_rank(by_name),
         worker_id=_pinned_worker(by_name),
         stickiness_key=_stickiness(by_name),
-        headers=[h for h in headers if h[0] in PASSED_HEADERS or h[0].startswith(PASSED_HEADER_PREFIX)],
+        headers=_passed(headers),
     )
-
-
-def _refuse_internal(body: JsonBody) -> None:
-    for name in body.fields:
-        is_internal = name in INTERNAL_FIELDS or name.startswith(INTERNAL_PREFIX)
-        if is_internal and body.text(
-            name
-        ):  # null is as good as absent, and clients that dump whole dataclasses send it
-            raise InvalidRequest(f"the field {name!r} is internal routing state and not a client's to set", param=name)
-
-
-def _refuse_deadly(body: JsonBody) -> None:
-    """Refuse what SGLang does not check and then dies of, with every request that it runs."""
-    text = body.text("text")
-    if text == b'""' or (text.startswith(b"[") and _EMPTY_ITEM.search(text)):
-        raise InvalidRequest("'text' is empty", param="text")
-    if b"-" in body.text("input_ids"):
-        raise InvalidRequest("'input_ids' holds a negative id", param="input_ids")
-    try:
-        wanted = _numbers.decode(body.text("top_logprobs_num") or b"0")
-    except msgspec.DecodeError:
-        return  # the engine says what is wrong
-    if any((number or 0) > MAX_TOP_LOGPROBS for number in (wanted if isinstance(wanted, list) else [wanted])):
-        raise InvalidRequest(f"'top_logprobs_num' is {MAX_TOP_LOGPROBS} at most", param="top_logprobs_num")
 
 
 def _is_stream(body: JsonBody, route: Route) -> bool:
     text = body.text("stream")
     if route.dialect is Dialect.NATIVE:
         return text == b"true"
-    return text in _LAX_TRUE  # the engines' OpenAI routes read these as true
+    return text.lower() in _LAX_TRUE  # the engines' OpenAI routes read these as true
 
 
 def _model(body: JsonBody) -> str | None:
@@ -301,7 +243,7 @@ def _prompt(body: JsonBody, route: Route) -> tuple[int | None, int]:
     if route.dialect is Dialect.COMPLETIONS:
         text = body.text("prompt")
         if _LIST_OF_STRINGS.match(text) or _LIST_OF_LISTS.match(text):
-            return _count(text, "prompt"), text.count(b",") if _LIST_OF_LISTS.match(text) else 0
+            return _count(text, "prompt"), text.count(b",") + 1 if _LIST_OF_LISTS.match(text) else 0
         return None, text.count(b",") + 1 if text.startswith(b"[") else 0
     return None, 0
 
@@ -336,36 +278,20 @@ def _samples(body: JsonBody, route: Route) -> int:
     if b'"n"' not in text:
         return 1
     try:
-        found: Sequence[_Sampling] = _samplings.decode(text) if text.startswith(b"[") else [_sampling.decode(text)]
+        found: Sequence[Sampling] = _samplings.decode(text) if text.startswith(b"[") else [_sampling.decode(text)]
     except msgspec.DecodeError:
         return 1
-    return max([sampling.n or 1 for sampling in found] or [1])
+    return max([sampling.n or 1 for sampling in found] + [1])
 
 
-def _refuse_oversized_logprobs(body: JsonBody, prompt_tokens: int, max_response_bytes: int) -> None:
-    """Refuse what is sure to pass the bound of an answer: certain tokens times top-k times the bytes of a pair."""
-    if not body.text("top_logprobs_num"):
-        return
-    try:
-        wanted = msgspec.convert(
-            {name: msgspec.json.decode(text) for name in _Logprobs.__struct_fields__ if (text := body.text(name))},
-            _Logprobs,
-        )
-        sampling = _sampling.decode(body.text("sampling_params") or b"{}")
-    except msgspec.DecodeError:
-        return  # the engine says what is wrong
-    tokens = sampling.min_new_tokens or 0
-    if sampling.ignore_eos:
-        tokens = max(tokens, sampling.max_new_tokens or 0)
-    if wanted.logprob_start_len is not None and wanted.logprob_start_len >= 0:
-        tokens += max(prompt_tokens - wanted.logprob_start_len, 0)
-    pair = BYTES_PER_PAIR_B64 if wanted.return_flat_raw_top_logprobs_b64 else BYTES_PER_PAIR
-    size = tokens * (wanted.top_logprobs_num or 0) * pair
-    if size > max_response_bytes:
-        raise InvalidRequest(
-            f"the log-probabilities asked for are about {size} bytes, above the limit of {max_response_bytes}",
-            param="top_logprobs_num",
-        )
+def _passed(headers: Headers) -> Headers:
+    """The headers that go on to the engine."""
+    passed = [h for h in headers if h[0] in PASSED_HEADERS or h[0].startswith(PASSED_HEADER_PREFIX)]
+    for name, value in passed:
+        if _LINE_BREAK.search(value) or _LINE_BREAK.search(name):
+            where = name.decode("latin-1")
+            raise InvalidRequest(f"the header {where!r} holds a line break or NUL", param=where)
+    return passed
 
 
 def _dp_rank(by_name: Mapping[bytes, bytes]) -> int | None:

@@ -14,10 +14,13 @@ import orjson
 from backends.sse import events
 
 # Where the engines' answers hold a request's id: first in meta_info, or first in an OpenAI object.
-_CHILD_ID = re.compile(rb'("meta_info":\{"id":"|(?:^|data: |\n)\{"id":")([0-9a-f]{32})"')
+_META_ID = re.compile(rb'("meta_info":\{"id":")([0-9a-f]{32})"')
+_EVENT_ID = re.compile(rb'("meta_info":\{"id":"|\Adata: \{"id":")([0-9a-f]{32})"')
+_FIRST_ID = re.compile(rb'("meta_info":\{"id":"|\A\{"id":")([0-9a-f]{32})"')
 _CHILD_ID_BYTES = 64
 _STREAM_BEGINNINGS = (b"data:", b"event:", b":")
 _INDEX = re.compile(rb'"index":(\d+)')
+_ID_BYTES = 32
 # What may follow the common part of a batch's ids.
 _ITEM_SUFFIX_BYTES = 16
 
@@ -69,22 +72,38 @@ class SingleId:
 
 
 class BatchIds:
-    """A batch: ids with a common beginning, one public id for each."""
+    """A batch: ids with a common beginning, one public id for each.
 
-    __slots__ = ("_common", "_pattern", "_public", "keeps_length")
+    Args:
+        engine_ids: Ids of the items.
+        public_ids: Their public ids.
+        public_id: What the part before the items' suffixes is called, should it come alone.
+    """
 
-    def __init__(self, engine_ids: Sequence[str], public_ids: Sequence[str]) -> None:
+    __slots__ = ("_base", "_common", "_pattern", "_public", "keeps_length")
+
+    def __init__(self, engine_ids: Sequence[str], public_ids: Sequence[str], public_id: str) -> None:
         engine = [one.encode() for one in engine_ids]
         self._public = dict(zip(engine, map(json_inner, public_ids), strict=True))
+        self._base = {engine[0][:_ID_BYTES]: json_inner(public_id)}
         self._common = engine[0][:24]
-        self._pattern = re.compile(re.escape(self._common) + rb"[0-9a-f]{8}(?:_\d+)?")
+        self._pattern = re.compile(re.escape(self._common) + rb"[0-9a-f]{8}(?:_\d{1,7})?")
         self.keeps_length = all(len(key) == len(value) for key, value in self._public.items())
 
     def apply(self, block: bytes) -> bytes:
         """Rewrite a block; see ``IdMap``."""
         if self._common not in block:
             return block
-        return self._pattern.sub(lambda match: self._public.get(match[0], match[0]), block)
+        return self._pattern.sub(self._replaced, block)
+
+    def _replaced(self, match: re.Match[bytes]) -> bytes:
+        found = match[0]
+        whole = self._public.get(found)
+        if whole is not None:
+            return whole
+        item, suffix = found[:_ID_BYTES], found[_ID_BYTES:]
+        known = self._public.get(item, self._base.get(item))
+        return found if known is None else known + suffix
 
     def held(self, data: bytes) -> int:
         """Bytes that must wait; see ``IdMap``."""
@@ -100,25 +119,32 @@ class ChildIds:
         has_one_id: The answer as a whole has one id, which becomes the base itself: a unary OpenAI answer.
     """
 
-    __slots__ = ("_has_one_id", "_known", "_public")
+    __slots__ = ("_has_begun", "_has_one_id", "_is_stream", "_known", "_public")
 
     keeps_length = False
 
     def __init__(self, public_id: str, *, has_one_id: bool) -> None:
         self._public = json_inner(public_id)
         self._has_one_id = has_one_id
+        self._has_begun = False
+        self._is_stream = False
         self._known: dict[bytes, bytes] = {}
 
     def apply(self, block: bytes) -> bytes:
-        """Rewrite a block; see ``IdMap``."""
-        if not block.startswith(_STREAM_BEGINNINGS):
-            return _CHILD_ID.sub(lambda match: self._replaced(match, b""), block)
+        """Rewrite a block; see ``IdMap``. What the first one begins with says whether the answer is a stream."""
+        pattern = _META_ID
+        if not self._has_begun and block:
+            self._has_begun = True
+            self._is_stream = block.startswith(_STREAM_BEGINNINGS)
+            pattern = _FIRST_ID
+        if not self._is_stream:
+            return pattern.sub(functools.partial(self._replaced, index=b""), block)
         rewritten = []
         for event in events(block):
             # A native event ends with its index; an OpenAI chunk holds it in its first choice.
             indices = _INDEX.findall(event)
             index = indices[-1 if b'"meta_info"' in event else 0] if indices else b""
-            rewritten.append(_CHILD_ID.sub(functools.partial(self._replaced, index=index), event))
+            rewritten.append(_EVENT_ID.sub(functools.partial(self._replaced, index=index), event))
         return b"".join(rewritten)
 
     def _replaced(self, match: re.Match[bytes], index: bytes) -> bytes:
@@ -130,6 +156,8 @@ class ChildIds:
 
     def held(self, data: bytes) -> int:
         """Bytes that must wait; see ``IdMap``."""
+        if not self._has_begun and len(data) < _CHILD_ID_BYTES:
+            return len(data)
         at = data.rfind(b'"meta_info"', max(len(data) - _CHILD_ID_BYTES, 0))
         return len(data) - at if at >= 0 else _held_suffix(data, b'"meta_info"')
 
@@ -148,6 +176,6 @@ def id_map(
     """
     if has_children:
         return ChildIds(public_id, has_one_id=has_one_id)
-    if len(engine_ids) == 1 and len(engine_ids[0]) == 32:
+    if len(engine_ids) == 1 and len(engine_ids[0]) == _ID_BYTES:
         return SingleId(engine_ids[0], item_ids[0])
-    return BatchIds(engine_ids, item_ids)
+    return BatchIds(engine_ids, item_ids, public_id)

@@ -1,0 +1,152 @@
+"""What of a request's body is refused for the engine's sake. Pure.
+
+Fields that belong to the gateway or to the engine's own processes, values that an engine does not check and then dies
+of, and answers that are sure to be too large.
+"""
+
+import re
+
+import msgspec
+
+from backends.json_body import JsonBody
+from gateway.errors import InvalidRequest
+from gateway.routes import Dialect, Route
+
+# Fields that only the gateway may set, since a client could reach other clients' requests or kill an engine.
+ROUTING_FIELDS = frozenset(
+    {
+        "bootstrap_info",
+        "bootstrap_host",
+        "bootstrap_port",
+        "bootstrap_room",
+        "bootstrap_pair_key",
+        "data_parallel_rank",
+        "routed_dp_rank",
+        "decode_tp_size",
+        "disaggregated_params",
+        "disagg_prefill_dp_rank",
+        "external_trace_header",
+        "received_time",
+        "kv_transfer_params",
+        "ec_transfer_params",
+    }
+)
+# SGLang's own internal fields, meant for its processes or for a trusted orchestrator.
+ENGINE_FIELDS = frozenset(
+    {
+        "encoder_urls",
+        "http_worker_ipc",
+        "kv_hints",
+        "lora_id",
+        "multi_item_delimiter_indices",
+        "need_wait_for_mm_inputs",
+        "num_items_assigned",
+        "token_indices_to_pool",
+    }
+)
+INTERNAL_PREFIX = "bootstrap_"
+INTERNAL_FIELDS = ROUTING_FIELDS | ENGINE_FIELDS
+# SGLang dies of more top log-probabilities than the vocabulary has tokens; none has fewer than this.
+MAX_TOP_LOGPROBS = 1024
+# JSON text of one value and one index of a top-k pair, and the same in Base64 of float32 and int32.
+BYTES_PER_PAIR = 24
+BYTES_PER_PAIR_B64 = 10
+
+_values = msgspec.json.Decoder(float | str | list[float | str | None])
+# Where a route takes the number of top log-probabilities.
+_TOP_LOGPROBS = {
+    Dialect.NATIVE: "top_logprobs_num",
+    Dialect.CHAT: "top_logprobs",
+    Dialect.COMPLETIONS: "logprobs",
+}
+# Quotes inside a JSON string are escaped, so this finds empty items only.
+_EMPTY_ITEM = re.compile(rb'[\[,]\s*""')
+
+
+class Sampling(msgspec.Struct):
+    """What the gateway reads of sampling parameters."""
+
+    n: int | None = None
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+    ignore_eos: bool | None = None
+
+
+class _Logprobs(msgspec.Struct):
+    top_logprobs_num: int | None = None
+    logprob_start_len: int | None = None
+    return_flat_raw_top_logprobs_b64: bool | None = None
+
+
+_sampling = msgspec.json.Decoder(Sampling)
+
+
+def refuse_internal(body: JsonBody) -> None:
+    """Refuse fields that only the gateway, or the engine's own processes, may set.
+
+    Raises:
+        InvalidRequest: Names the field.
+    """
+    for name in body.fields:
+        is_internal = name in INTERNAL_FIELDS or name.startswith(INTERNAL_PREFIX)
+        # null is as good as absent, and clients that dump whole dataclasses send it
+        if is_internal and body.text(name):
+            raise InvalidRequest(f"the field {name!r} is internal routing state and not a client's to set", param=name)
+
+
+def refuse_deadly(body: JsonBody, route: Route) -> None:
+    """Refuse what SGLang does not check and then dies of, with every request that it runs.
+
+    Raises:
+        InvalidRequest: Names the field.
+    """
+    if route.dialect is Dialect.NATIVE:
+        text = body.text("text")
+        if text == b'""' or (text.startswith(b"[") and _EMPTY_ITEM.search(text)):
+            raise InvalidRequest("'text' is empty", param="text")
+    for name in ("input_ids", "prompt", "input"):
+        ids = body.text(name)
+        if ids.startswith(b"[") and b'"' not in ids and b"-" in ids:
+            raise InvalidRequest(f"{name!r} holds a negative id", param=name)
+    field = _TOP_LOGPROBS.get(route.dialect, "")
+    if _largest(body.text(field)) > MAX_TOP_LOGPROBS:
+        raise InvalidRequest(f"{field!r} is {MAX_TOP_LOGPROBS} at most", param=field)
+
+
+def _largest(text: bytes) -> float:
+    """The largest number in ``text``, read as loosely as the engine does; 0 where the engine says what is wrong."""
+    try:
+        value = _values.decode(text or b"0")
+        return max((float(item or 0) for item in (value if isinstance(value, list) else [value])), default=0)
+    except ValueError:
+        return 0
+
+
+def refuse_oversized_logprobs(body: JsonBody, prompt_tokens: int, max_response_bytes: int) -> None:
+    """Refuse what is sure to pass the bound of an answer: certain tokens times top-k times the bytes of a pair.
+
+    Raises:
+        InvalidRequest: Says how large.
+    """
+    if not body.text("top_logprobs_num") or body.text("return_logprob") != b"true":
+        return
+    try:
+        wanted = msgspec.convert(
+            {name: msgspec.json.decode(text) for name in _Logprobs.__struct_fields__ if (text := body.text(name))},
+            _Logprobs,
+        )
+        sampling = _sampling.decode(body.text("sampling_params") or b"{}")
+    except msgspec.DecodeError:
+        return  # the engine says what is wrong
+    tokens = sampling.min_new_tokens or 0
+    if sampling.ignore_eos:
+        tokens = max(tokens, sampling.max_new_tokens or 0)
+    if wanted.logprob_start_len is not None and wanted.logprob_start_len >= 0:
+        tokens += max(prompt_tokens - wanted.logprob_start_len, 0)
+    pair = BYTES_PER_PAIR_B64 if wanted.return_flat_raw_top_logprobs_b64 else BYTES_PER_PAIR
+    size = tokens * (wanted.top_logprobs_num or 0) * pair
+    if size > max_response_bytes:
+        raise InvalidRequest(
+            f"the log-probabilities asked for are about {size} bytes, above the limit of {max_response_bytes}",
+            param="top_logprobs_num",
+        )
