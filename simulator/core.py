@@ -137,6 +137,7 @@ class Core:
             self._held.extend(entries)
             if delay_ms and not self.is_paused:
                 self.timers.after(delay_ms / 1000, lambda: self._dispatch_held(entries))
+            self.log.changed()
             return
         for entry in entries:
             self._dispatch(entry)
@@ -239,6 +240,16 @@ class Core:
             driver.wake()
         self._dispatch_held(list(self._held))
 
+    def freeze(self) -> None:
+        """Let simulated time stand still on all ranks, for tests that act between two steps."""
+        for driver in self._drivers:
+            driver.freeze()
+
+    def thaw(self) -> None:
+        """Let simulated time go on."""
+        for driver in self._drivers:
+            driver.thaw()
+
     def when_idle(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Call ``callback`` once no rank has work, at once if so now; returns a function that forgets it."""
         if not self.is_busy:
@@ -254,7 +265,7 @@ class Core:
 
     def stop(self) -> None:
         """Stop all ranks and timers; nothing is delivered any more."""
-        self.timers.cancel_all()
+        self.timers.close()
         for driver in self._drivers:
             driver.stop()
         self._live.clear()

@@ -37,13 +37,27 @@ class RankDriver:
         self._deliver = deliver
         self._handle: asyncio.Handle | None = None
         self._is_in_step = False
+        self._is_frozen = False
         self._due = 0.0
         self._ended: list[Sequence] = []
 
     def wake(self) -> None:
         """Look for work soon."""
-        if self._handle is None:
+        if self._handle is None and not self._is_frozen:
             self._handle = self._loop.call_soon(self._turn)
+
+    def freeze(self) -> None:
+        """Let simulated time stand still; requests still come in, wait and are aborted."""
+        self._is_frozen = True
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+    def thaw(self) -> None:
+        """Let time go on; a step that was under way ends at once."""
+        self._is_frozen = False
+        self._due = 0.0
+        self.wake()
 
     def deliver_soon(self, ended: list[Sequence]) -> None:
         """Deliver sequences that ended outside a step."""
@@ -79,7 +93,7 @@ class RankDriver:
                     tokens += 1
                     self._deliver(sequence)
                 if self._handle is not handle:
-                    return  # stopped by what it delivered
+                    return  # stopped or frozen by what it delivered
             if steps >= _STEPS_PER_TURN or tokens >= _TOKENS_PER_TURN:
                 self._handle = self._loop.call_soon(self._turn)
                 return

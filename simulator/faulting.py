@@ -137,6 +137,8 @@ class EventWriter:
             self._held.append((event, False))
         elif not self._is_stopped("event"):
             self._write(event)
+        elif self._held is not None:
+            self._held.append((event, False))
 
     def end(self, last: bytes | None) -> None:
         """Write the ``last`` event, usually ``[DONE]``, and end the stream."""

@@ -112,8 +112,14 @@ class Connection(asyncio.Protocol):
         self.is_paused = True
 
     def resume_writing(self) -> None:
-        """Go on with what was held back, then let the exchange write."""
+        """Go on with what was held back, in a fresh turn.
+
+        Closing a transport from inside this call makes asyncio end the connection twice.
+        """
         self.is_paused = False
+        self._loop.call_soon(self._resume)
+
+    def _resume(self) -> None:
         self._pump()
         exchange = self.exchange
         if exchange is not None and exchange.on_writable is not None and exchange.is_writable:

@@ -85,6 +85,11 @@ class SimulatedEngine:
             future.cancel()
         self._waiters.clear()
         await server.wait_closed()
+        # The transports report their end in the next turns of the loop.
+        for _ in range(100):
+            if not self._connections:
+                break
+            await asyncio.sleep(0)
 
     def restart(self, *, spare: Exchange | None = None) -> None:
         """Come back as a new process: empty cache, new identity, every request and connection lost.
@@ -190,6 +195,17 @@ class SimulatedEngine:
             FaultError: It means nothing.
         """
         self._faults.add(parse_fault({**(fault or {}), **fields} if isinstance(fault, Mapping | None) else fault))
+
+    def freeze(self) -> None:
+        """Let simulated time stand still: nothing is generated, everything else works.
+
+        May be called inside a predicate of ``wait_for``, to stop exactly where it becomes true.
+        """
+        self._core.freeze()
+
+    def thaw(self) -> None:
+        """Let simulated time go on."""
+        self._core.thaw()
 
     async def wait_for(self, predicate: Callable[[SimulatedEngine], _T], timeout_s: float = 5.0) -> _T:
         """Wait until ``predicate`` of this engine is true, and return its value.

@@ -8,11 +8,12 @@ from collections.abc import Callable
 
 
 class Timers:
-    """Callbacks that wait for their time; all of them can be cancelled at once."""
+    """Callbacks that wait for their time; all of them end with ``close``."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._handles: set[asyncio.TimerHandle] = set()
+        self._is_closed = False
 
     def __len__(self) -> int:
         return len(self._handles)
@@ -22,7 +23,12 @@ class Timers:
         return time.monotonic()
 
     def after(self, delay_s: float, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call ``callback`` in ``delay_s`` seconds; returns a function that cancels it."""
+        """Call ``callback`` in ``delay_s`` seconds; returns a function that cancels it.
+
+        Does nothing after ``close``.
+        """
+        if self._is_closed:
+            return lambda: None
 
         def run() -> None:
             self._handles.discard(handle)
@@ -36,8 +42,9 @@ class Timers:
         self._handles.add(handle)
         return cancel
 
-    def cancel_all(self) -> None:
-        """Cancel what has not run yet."""
+    def close(self) -> None:
+        """Cancel what has not run yet, and take nothing new."""
+        self._is_closed = True
         for handle in self._handles:
             handle.cancel()
         self._handles.clear()

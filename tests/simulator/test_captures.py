@@ -180,18 +180,30 @@ async def replay_together(
         tasks = [group.create_task(send(engine.port, capture.request)) for capture in captures]
         await engine.wait_for(is_ready)
         assert (await ask(engine.port, "/abort_request", abort)).status == 200
+        engine.thaw()
     for capture, task in zip(captures, tasks, strict=True):
         assert_same_shape(capture, task.result())
 
 
 def decoding(count: int, tokens: int = 5) -> Callable[[SimulatedEngine], object]:
-    """Return a predicate: ``count`` sequences run, and the engine has made some tokens."""
+    """Return a predicate: ``count`` sequences run, and some tokens exist; time then stands still."""
 
     def is_decoding(engine: SimulatedEngine) -> bool:
         produced = sum(s.totals.generated_tokens for s in engine.core.schedulers)
-        return engine.running == count and produced >= tokens
+        if engine.running != count or produced < tokens:
+            return False
+        engine.freeze()
+        return True
 
     return is_decoding
+
+
+def frozen(engine: SimulatedEngine) -> bool:
+    """Be true once one sequence runs, and let time stand still then."""
+    if engine.running != 1:
+        return False
+    engine.freeze()
+    return True
 
 
 @pytest.mark.parametrize(
@@ -236,6 +248,7 @@ async def test_abort_while_retracted(name: str) -> None:
     async with running(options) as engine, asyncio.TaskGroup() as group:
         task = group.create_task(send(engine.port, capture.request))
         await engine.wait_for(decoding(1))
+        engine.thaw()
         assert (await ask(engine.port, "/pause_generation", {"mode": "retract"})).status == 200
         assert (engine.running, engine.waiting) == (0, 1)
         await ask(engine.port, "/abort_request", {"rid": "ra-1"})
@@ -261,7 +274,7 @@ async def test_full_queue() -> None:
     captures = [load_capture(f"http_dp2/{name}") for name in names]
     async with running(TWO_RANKS) as engine, asyncio.TaskGroup() as group:
         first = group.create_task(send(engine.port, captures[0].request))
-        await engine.wait_for(lambda e: e.running == 1)
+        await engine.wait_for(frozen)
         second = group.create_task(send(engine.port, captures[1].request))
         await engine.wait_for(lambda e: e.waiting == 1)
         for capture in captures[2:]:
@@ -269,6 +282,7 @@ async def test_full_queue() -> None:
         abort = load_capture("http_dp2/abort_queued_call")
         assert_same_shape(abort, await send(engine.port, abort.request))
         assert_same_shape(captures[1], await second)
+        engine.thaw()
         assert_same_shape(captures[0], await first)
 
 
@@ -279,6 +293,7 @@ async def test_two_streams_of_which_one_is_aborted() -> None:
         await engine.wait_for(lambda e: e.core.is_busy and len(e.core.live_rids) == 2)
         await engine.wait_for(decoding(2, tokens=10), timeout_s=5)
         await ask(engine.port, "/abort_request", {"rid": "w1"})
+        engine.thaw()
         for capture, task in zip(captures, tasks, strict=True):
             assert_same_shape(capture, await task)
 
@@ -289,7 +304,7 @@ async def test_two_streams_and_room_for_one(names: tuple[str, str]) -> None:
     options = TWO_RANKS
     async with running(options) as engine, asyncio.TaskGroup() as group:
         task = group.create_task(send(engine.port, first.request))
-        await engine.wait_for(lambda e: e.running == 1)
+        await engine.wait_for(frozen)
         if "logprob" in names[1]:
             # The captured one found the queue full: another request waited.
             other = {"text": "wait", "sampling_params": {"max_new_tokens": 240}, "routed_dp_rank": 0}
@@ -297,9 +312,11 @@ async def test_two_streams_and_room_for_one(names: tuple[str, str]) -> None:
             await engine.wait_for(lambda e: e.waiting == 1)
             assert_same_shape(second, await send(engine.port, second.request))
             await ask(engine.port, "/abort_request", {"abort_all": True})
+            engine.thaw()
             await waiting
             await task
             return
+        engine.thaw()
         assert_same_shape(second, await send(engine.port, second.request))
         assert_same_shape(first, await task)
 
@@ -308,8 +325,9 @@ async def test_duplicate_id_in_flight() -> None:
     first, second = load_capture("http/gen_dup_inflight_first"), load_capture("http/gen_dup_inflight")
     async with running(SLOW) as engine, asyncio.TaskGroup() as group:
         task = group.create_task(send(engine.port, first.request))
-        await engine.wait_for(lambda e: e.running == 1)
+        await engine.wait_for(frozen)
         assert_same_shape(second, await send(engine.port, second.request))
+        engine.thaw()
         assert_same_shape(first, await task)
 
 
@@ -317,10 +335,14 @@ async def test_flush_while_busy() -> None:
     async with running(SLOW) as engine, asyncio.TaskGroup() as group:
         body = {"text": "abc", "sampling_params": {"max_new_tokens": 50}}
         task = group.create_task(ask(engine.port, "/generate", body))
-        await engine.wait_for(lambda e: e.running == 1)
-        for name in ("http/flush_busy", "http/flush_busy_timeout"):
-            capture = load_capture(name)
-            assert_same_shape(capture, await send(engine.port, capture.request))
+        await engine.wait_for(frozen)
+        capture = load_capture("http/flush_busy")
+        assert_same_shape(capture, await send(engine.port, capture.request))
+        capture = load_capture("http/flush_busy_timeout")
+        late = group.create_task(send(engine.port, capture.request))
+        await engine.wait_for(lambda e: len(e.log.requests_to("/flush_cache")) == 2)
+        engine.thaw()
+        assert_same_shape(capture, await late)
         assert (await task).status == 200
 
 

@@ -102,23 +102,23 @@ def _dechunk(body: bytes) -> list[bytes]:
     return chunks
 
 
-async def send(port: int, request: bytes, *, timeout_s: float = 10.0) -> bytes:
+async def send(port: int, request: bytes, *, timeout_s: float = 30.0) -> bytes:
     """Send ``request`` on a new connection and return everything until its end.
 
     A reset counts as an end.
     """
     async with asyncio.timeout(timeout_s):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        received = b""
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
+        received = []
         try:
             writer.write(request)
-            while data := await reader.read(65536):
-                received += data
+            while data := await reader.read(1 << 20):
+                received.append(data)
         except ConnectionError:
-            return received
+            return b"".join(received)
         finally:
             writer.close()
-        return received
+        return b"".join(received)
 
 
 def request_bytes(path: str, body: Any = None, *, method: str = "POST", close: bool = True, **headers: str) -> bytes:

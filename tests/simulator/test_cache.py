@@ -1,0 +1,130 @@
+"""Prefix cache: against a naive model, and the cases that matter one by one."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from simulator.cache import Lease, PrefixCache
+from tests.simulator.recording import Recorder
+
+PAGE = 2
+
+
+class NaiveCache:
+    """The same promises with plain lists: blocks are whole prefixes, recency is a list."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.order: list[tuple[int, ...]] = []
+        self.pins: dict[tuple[int, ...], int] = {}
+        self.reserved = 0
+
+    def prefixes(self, tokens: list[int]) -> list[tuple[int, ...]]:
+        return [tuple(tokens[:end]) for end in range(PAGE, len(tokens) + 1, PAGE)]
+
+    def match(self, tokens: list[int]) -> list[tuple[int, ...]]:
+        found = []
+        for prefix in self.prefixes(tokens):
+            if prefix not in self.order:
+                break
+            found.append(prefix)
+        return found
+
+    def lease(self, tokens: list[int], total: int) -> tuple[list[tuple[int, ...]], int] | None:
+        found = self.match(tokens)
+        needed = -(-total // PAGE) - len(found)
+        for prefix in found:
+            self.pins[prefix] = self.pins.get(prefix, 0) + 1
+        if sum(map(bool, self.pins.values())) + self.reserved + needed > self.num_blocks:
+            for prefix in found:
+                self.pins[prefix] -= 1
+            return None
+        while len(self.order) + self.reserved + needed > self.num_blocks:
+            free = [p for p in self.order if not self.pins.get(p) and not self._has_child(p)]
+            self.order.remove(free[0])
+        self.reserved += needed
+        return found, needed
+
+    def release(self, tokens: list[int], held: list[tuple[int, ...]], reserved: int) -> None:
+        held = list(held)
+        for prefix in self.prefixes(tokens)[len(held) :]:
+            if prefix not in self.order:
+                self.order.append(prefix)
+            self.pins[prefix] = self.pins.get(prefix, 0) + 1
+            held.append(prefix)
+        self.reserved -= reserved
+        for prefix in reversed(held):
+            self.pins[prefix] -= 1
+            self.order.remove(prefix)
+            self.order.append(prefix)
+
+    def _has_child(self, prefix: tuple[int, ...]) -> bool:
+        return any(len(other) == len(prefix) + PAGE and other[: len(prefix)] == prefix for other in self.order)
+
+
+PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=9)
+ACTIONS = st.lists(st.tuples(st.sampled_from(["start", "end"]), PROMPTS, st.integers(0, 5)), max_size=40)
+
+
+@settings(max_examples=300, deadline=None)
+@given(ACTIONS)
+def test_against_a_naive_model(actions: list[tuple[str, list[int], int]]) -> None:
+    cache, naive = PrefixCache(8, PAGE), NaiveCache(8)
+    open_leases: list[tuple[Lease, list[tuple[int, ...]], int, list[int]]] = []
+    for action, prompt, extra in actions:
+        if action == "start":
+            lease = cache.lease(prompt, "", match_tokens=len(prompt), total_tokens=len(prompt) + extra)
+            expected = naive.lease(prompt, len(prompt) + extra)
+            assert (lease is None) == (expected is None)
+            if lease is not None and expected is not None:
+                assert lease.cached_tokens == len(expected[0]) * PAGE
+                answer = [*prompt, *([0] * extra)]
+                open_leases.append((lease, *expected, answer))
+        elif open_leases:
+            lease, held, reserved, answer = open_leases.pop(extra % len(open_leases))
+            cache.release(lease, answer)
+            naive.release(answer, held, reserved)
+        assert cache.stored_blocks == len(naive.order)
+        assert cache.overlap_blocks(prompt) == len(naive.match(prompt))
+    for lease, _, _, answer in open_leases:
+        cache.release(lease, answer)
+    assert cache.busy_blocks == 0
+
+
+def test_pinned_blocks_stay_and_too_much_is_refused() -> None:
+    cache = PrefixCache(4, PAGE)
+    lease = cache.lease([1, 2, 3, 4], "", match_tokens=4, total_tokens=6)
+    assert lease is not None
+    assert cache.lease([9] * 4, "", match_tokens=0, total_tokens=4) is None
+    cache.release(lease, [1, 2, 3, 4])
+    assert cache.lease([9] * 4, "", match_tokens=0, total_tokens=8) is not None
+    assert cache.overlap_blocks([1, 2]) == 0
+
+
+def test_namespaces_share_nothing() -> None:
+    cache = PrefixCache(8, PAGE)
+    lease = cache.lease([1, 2], "a", match_tokens=2, total_tokens=2)
+    assert lease is not None
+    cache.release(lease, [1, 2])
+    assert (cache.overlap_blocks([1, 2], "a"), cache.overlap_blocks([1, 2], "b")) == (1, 0)
+
+
+def test_partial_pages_are_not_stored_and_release_counts_once() -> None:
+    cache = PrefixCache(8, PAGE)
+    lease = cache.lease([1, 2, 3], "", match_tokens=3, total_tokens=3)
+    assert lease is not None
+    cache.release(lease, [1, 2, 3])
+    cache.release(lease, [1, 2, 3])
+    assert (cache.stored_blocks, cache.busy_blocks) == (1, 0)
+
+
+def test_the_listener_hears_of_every_block() -> None:
+    recorder = Recorder()
+    cache = PrefixCache(2, PAGE, recorder)
+    for prompt in ([1, 2, 3, 4], [5, 6]):
+        lease = cache.lease(prompt, "", match_tokens=0, total_tokens=len(prompt))
+        assert lease is not None
+        cache.release(lease, prompt)
+    cache.clear()
+    assert recorder.heard == ["stored 2", "removed", "stored 1", "cleared"]

@@ -1,0 +1,74 @@
+"""The command: options, refusals, and a process that starts and stops."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import signal
+import sys
+
+import pytest
+
+from simulator.command import build_parser, main, options_from_args
+from simulator.options import EngineOptions, OptionError
+from tests.simulator.wire import ask
+
+
+def test_no_arguments_mean_the_defaults() -> None:
+    assert options_from_args(build_parser().parse_args([])) == EngineOptions()
+
+
+def test_every_option_can_be_given_and_names_its_default() -> None:
+    text = " ".join(build_parser().format_help().split())
+    for field in dataclasses.fields(EngineOptions):
+        if field.name != "die_on_bad_input":
+            assert "--" + field.name.replace("_", "-") in text
+    assert text.count("(default: ") == len(dataclasses.fields(EngineOptions))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--engine", "vllm"], "not yet"),
+        (["--role", "prefill"], "not yet"),
+        (["--kv-events", "tcp://*:5557"], "not yet"),
+        (["--node-rank", "1"], "not yet"),
+        (["--dp-size", "0"], "--dp-size must be at least 1"),
+        (["--speedup", "0"], "--speedup"),
+        (["--vocab-size", "100"], "--vocab-size"),
+        (["--port", "70000"], "--port"),
+        (["--max-queued", "-1"], "--max-queued"),
+        (["--frobnicate"], "unrecognized"),
+        (["--port", "x"], "invalid int"),
+    ],
+)
+def test_bad_options(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(arguments)
+    assert exit_info.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_option_errors_name_the_option() -> None:
+    with pytest.raises(OptionError, match="--page-size"):
+        EngineOptions(page_size=0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_process(number: signal.Signals) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "simulator", "--port", "0", stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        async with asyncio.timeout(20):
+            line = (await process.stdout.readline()).decode()
+            assert line.startswith("simulated sglang engine on http://127.0.0.1:")
+            port = int(line.rsplit(":", 1)[1])
+            assert (await ask(port, "/ready", method="GET")).status == 200
+            process.send_signal(number)
+            assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
