@@ -109,14 +109,15 @@ def run(options: EngineOptions) -> int:
         runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     with runner:
         try:
-            runner.run(_serve(options))
+            runner.run(serve(options))
         except OSError as exc:
             sys.stderr.write(f"forebay simulate: cannot listen on {options.host}:{options.port}: {exc}\n")
             return 1
     return 0
 
 
-async def _serve(options: EngineOptions) -> None:
+async def serve(options: EngineOptions) -> None:
+    """Serve on the running loop until SIGINT or SIGTERM."""
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -121,7 +121,7 @@ class SimulatedEngine:
         self.log.changed()
 
     def reset(self) -> None:
-        """Forget faults, log and cached blocks; a dead engine comes back to life."""
+        """Forget faults, log and, unless something runs, cached blocks; a dead engine comes back to life."""
         self._faults.clear()
         self.log.clear()
         if self.is_dead:
@@ -233,10 +233,15 @@ class SimulatedEngine:
     def log_changed(self) -> None:
         """Look at the waiters again."""
         for predicate, future in self._waiters:
-            if not future.done():
+            if future.done():
+                continue
+            try:
                 value = predicate(self)
-                if value:
-                    future.set_result(value)
+            except Exception as exc:  # noqa: BLE001 - the waiter gets it, the engine must not
+                future.set_exception(exc)
+                continue
+            if value:
+                future.set_result(value)
 
     def accepted(self, connection: Connection) -> bool:
         """Register a connection and apply the faults of its start."""

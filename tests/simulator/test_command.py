@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from simulator.command import build_parser, main, options_from_args
+from simulator.command import build_parser, main, options_from_args, serve
 from simulator.options import EngineOptions, OptionError
 from tests.simulator.wire import ask
 
@@ -52,6 +52,23 @@ def test_bad_options(arguments: list[str], message: str, capsys: pytest.CaptureF
 def test_option_errors_name_the_option() -> None:
     with pytest.raises(OptionError, match="--page-size"):
         EngineOptions(page_size=0)
+
+
+def test_an_address_that_cannot_be_bound(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--host", "192.0.2.1"]) == 1
+    assert "cannot listen on 192.0.2.1:0" in capsys.readouterr().err
+
+
+async def test_serving_until_a_signal(capsys: pytest.CaptureFixture[str]) -> None:
+    async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+        served = group.create_task(serve(EngineOptions()))
+        shown = ""
+        while "http://" not in shown:
+            await asyncio.sleep(0)
+            shown += capsys.readouterr().out
+        assert (await ask(int(shown.rsplit(":", 1)[1]), "/ready", method="GET")).status == 200
+        signal.raise_signal(signal.SIGTERM)
+    assert served.done()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

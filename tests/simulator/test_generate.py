@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import time
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from simulator.server import WaitTimeout
 from tests.simulator.conftest import StartEngine
 from tests.simulator.wire import ask
 
@@ -200,3 +202,22 @@ async def test_stored_responses(start_engine: StartEngine) -> None:
     assert (
         await ask(engine.port, "/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "x"}]})
     ).json()
+
+
+async def test_a_predicate_that_fails_tells_its_waiter(start_engine: StartEngine) -> None:
+    engine = await start_engine(inter_token_ms=1)
+    calls = []
+
+    def fails_later(_: object) -> bool:
+        calls.append(1)
+        if len(calls) > 1:
+            raise LookupError
+        return False
+
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(ask(engine.port, "/generate", body()))
+        with pytest.raises(LookupError):
+            await engine.wait_for(fails_later)
+    assert task.result().status == 200
+    with pytest.raises(WaitTimeout):
+        await engine.wait_for(lambda e: False, timeout_s=0.01)
