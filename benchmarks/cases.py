@@ -154,7 +154,7 @@ def _memory(stage: Stage, context: Context) -> Growth:
 
 def _unary_case(connections: int) -> Case:
     load = Load("/generate", unary_body(), connections, *_SMALL_ANSWER)
-    return Case(f"unary-{connections}", f"unary 1 KB, {connections} connections", "request", 6.0, _unary(load, 3.0))
+    return Case(f"unary-{connections}", f"unary 1 KB, {connections} connections", "request", 6.0, _unary(load, 2.0))
 
 
 def cases() -> Sequence[Case]:
@@ -170,7 +170,7 @@ def cases() -> Sequence[Case]:
         *map(_unary_case, (1, 32, 256)),
         Case("sse-paced", f"SSE, {STREAMS} streams, 100 events at 10 ms", "event", 2.0, paced),
         Case("sse-flat", f"SSE, {STREAMS} streams, flat out", "event", None, flat_out),
-        Case("large-in", "600 KB of token ids in", "request", 6.0, _unary(large_in, 3.0, short)),
-        Case("large-out", "20 MB answer out", "answer", 1.5, _unary(large_out, 3.0, huge)),
+        Case("large-in", "600 KB of token ids in", "request", 6.0, _unary(large_in, 2.0, short)),
+        Case("large-out", "20 MB answer out", "answer", 1.5, _unary(large_out, 2.0, huge)),
         Case("memory", "memory over many requests", "request", None, _on_stage(_memory)),
     )

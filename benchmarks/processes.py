@@ -5,11 +5,12 @@ import http.client
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -18,11 +19,34 @@ from benchmarks import procfs
 
 _STOP_TIMEOUT_S: Final = 5.0
 _START_TIMEOUT_S: Final = 30.0
-_TAIL_CHARS: Final = 800
+_LAST_LINES: Final = 2
 
 
 class BenchmarkFailed(Exception):
     """A measurement could not be made, or an answer was wrong."""
+
+
+@contextlib.contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """Let SIGINT and SIGTERM wait until the block is over, so that no process is begun and then not known of.
+
+    Blocking them instead would be inherited by what is started.
+
+    Raises:
+        KeyboardInterrupt: At the end, if one of them came.
+    """
+    came: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, frame: came.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if came:
+        raise KeyboardInterrupt
 
 
 class Children:
@@ -55,7 +79,7 @@ class Children:
         """
         errors = self.temp / f"{name}.{len(self._running)}.log"
         # SIGINT goes to the whole foreground group; in a session of its own a child ends when we say so.
-        with errors.open("wb") as sink:
+        with interrupts_deferred(), errors.open("wb") as sink:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -63,7 +87,7 @@ class Children:
                 stderr=sink,
                 start_new_session=True,
             )
-        self._running.append((name, process, errors))
+            self._running.append((name, process, errors))
         procfs.pin(process.pid, core)
         return process
 
@@ -75,18 +99,20 @@ class Children:
         """
         for name, process, errors in self._running:
             if process.poll() is not None:
-                tail = errors.read_text("utf-8", "replace")[-_TAIL_CHARS:].strip()
-                raise BenchmarkFailed(f"{name} ended with {process.returncode}: {tail}")
+                tail = errors.read_text("utf-8", "replace").strip().splitlines()[-_LAST_LINES:]
+                raise BenchmarkFailed(f"{name} ended with {process.returncode}: {' | '.join(tail)}")
 
     def stop(self, process: subprocess.Popen[bytes]) -> None:
         """End one process and forget it."""
-        self._running = [entry for entry in self._running if entry[1] is not process]
-        _end(process)
+        with interrupts_deferred():
+            self._running = [entry for entry in self._running if entry[1] is not process]
+            _end(process)
 
     def stop_all(self) -> None:
         """End what still runs, the last first."""
-        while self._running:
-            _end(self._running.pop()[1])
+        with interrupts_deferred():
+            while self._running:
+                _end(self._running.pop()[1])
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

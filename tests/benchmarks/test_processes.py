@@ -1,9 +1,10 @@
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks.processes import BenchmarkFailed, Children, Lines
+from benchmarks.processes import BenchmarkFailed, Children, Lines, interrupts_deferred
 from benchmarks.procfs import LOAD_CORE, CpuTime
 from benchmarks.stage import Target
 from benchmarks.wrk import Load, Reading, requests_for, sample_between
@@ -19,6 +20,17 @@ def test_children_end_with_the_block(tmp_path: Path) -> None:
         children.check()
         assert child.poll() is None
     assert child.poll() is not None
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_waits_for_the_end_of_the_block(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    done = []
+    with pytest.raises(KeyboardInterrupt), interrupts_deferred():
+        signal.raise_signal(number)
+        done.append("the rest")
+    assert done == ["the rest"]
+    assert signal.getsignal(number) is before
 
 
 def test_a_dead_child_is_reported_with_its_words(tmp_path: Path) -> None:
