@@ -13,6 +13,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 SCOPE_KEY = "forebay.connection"
 # A client may go on sending a body that was refused, and must read the refusal; this bounds how long it is humoured.
 MAX_DISCARDED_BYTES = 64 * 1024 * 1024
+# Requests that may wait behind the one that is answered; with more of them the connection is no longer read, and then
+# nobody sees the client leave.
+MAX_PIPELINED = 8
 
 
 class ConnectionProtocol(HttpToolsProtocol):
@@ -76,6 +79,12 @@ class ConnectionProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._discarded_bytes = 0
         self.scope["extensions"] = {SCOPE_KEY: {"connection": self}}
+
+    def on_headers_complete(self) -> None:
+        """End of a request's head (httptools callback). uvicorn stops reading where a request has to wait."""
+        super().on_headers_complete()
+        if 0 < len(self.pipeline) <= MAX_PIPELINED:
+            self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
         """A piece of a request's body; what nobody wants any more is bounded (httptools callback)."""

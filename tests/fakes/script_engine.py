@@ -93,6 +93,20 @@ class Reply:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.writer.transport.abort()
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether the gateway has closed the connection."""
+        return self._reader.at_eof() or self._reader.exception() is not None
+
+    async def is_read(self, within_s: float) -> bool:
+        """Whether what was written is taken within that time."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self.writer.drain()
+        except TimeoutError:
+            return False
+        return True
+
     async def gone(self) -> None:
         """Wait for the gateway to close the connection."""
         try:
