@@ -168,8 +168,11 @@ async def test_a_client_that_has_sent_its_next_request_is_still_seen_leaving(
 
     scripted.script = script
     async with wire(front.address) as connection:
-        await connection.send(request_bytes("/generate", {**LONG, "stream": True}) * 2)
+        await connection.send(request_bytes("/generate", {**LONG, "stream": True}))
         await scene.reached.wait()
+        await connection.send(request_bytes("/generate", LONG))
+        connections = front.server.server_state.connections
+        await until(lambda: any(getattr(one, "pipeline", ()) for one in connections), "the second request")
         connection.close()
         await left(front)
     assert len(scripted.requests) == 1
