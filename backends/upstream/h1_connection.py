@@ -127,7 +127,7 @@ class H1Connection(asyncio.Protocol):
             self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as exc:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
             self._lost(AnswerMalformed(f"not a valid HTTP answer: {exc}"))
             self.abandon()
             return
