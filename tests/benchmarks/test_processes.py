@@ -26,9 +26,14 @@ def test_children_end_with_the_block(tmp_path: Path) -> None:
 def test_an_interrupt_waits_for_the_end_of_the_block(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     done = []
-    with pytest.raises(KeyboardInterrupt), interrupts_deferred():
-        signal.raise_signal(number)
-        done.append("the rest")
+
+    def interrupted() -> None:
+        with interrupts_deferred():
+            signal.raise_signal(number)
+            done.append("the rest")
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert done == ["the rest"]
     assert signal.getsignal(number) is before
 
