@@ -56,6 +56,8 @@ class AsgiDownstream:
 
     async def start(self, status: int, headers: Headers) -> None:
         """See ``Downstream.start``."""
+        if self._connection.holds_back_body:  # what it sends next could be the body or another request
+            headers = [*headers, (b"connection", b"close")]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, data: bytes) -> None:

@@ -36,6 +36,7 @@ class ErrorReport:
         outcome: How the request is counted.
         param: The request's field at fault.
         retry_after_s: Seconds for ``Retry-After``, ``None`` for none.
+        allow: Methods for ``Allow``, ``None`` for none.
     """
 
     status: int
@@ -44,6 +45,7 @@ class ErrorReport:
     outcome: Outcome
     param: str | None = None
     retry_after_s: int | None = None
+    allow: str | None = None
 
     def body(self, request_id: str | None) -> bytes:
         """The JSON body."""
@@ -66,6 +68,8 @@ class ErrorReport:
         headers = [(b"content-type", b"application/json")]
         if self.retry_after_s is not None:
             headers.append((b"retry-after", b"%d" % self.retry_after_s))
+        if self.allow is not None:
+            headers.append((b"allow", self.allow.encode()))
         return headers
 
 
@@ -127,7 +131,7 @@ def not_found(path: str) -> ErrorReport:
 def wrong_method(method: str, allowed: str) -> ErrorReport:
     """A route that exists, asked with another method."""
     message = f"{method[:20]} is not allowed here, use {allowed}"
-    return ErrorReport(405, "method_not_allowed", message, Outcome.REJECTED)
+    return ErrorReport(405, "method_not_allowed", message, Outcome.REJECTED, allow=allowed)
 
 
 SHUTTING_DOWN = ErrorReport(

@@ -4,8 +4,9 @@ An ASGI application learns that its client has left only by awaiting ``receive``
 request. Here the connection itself calls the exchange, in the same loop step in which the socket tells.
 """
 
+import asyncio
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -16,6 +17,34 @@ MAX_DISCARDED_BYTES = 64 * 1024 * 1024
 # Requests that may wait behind the one that is answered; with more of them the connection is no longer read, and then
 # nobody sees the client leave.
 MAX_PIPELINED = 8
+
+
+# How long a client that wanted the connection closed may go on sending a body that was refused.
+LINGER_S = 30.0
+
+
+class _ClosesWhenRead:
+    """A transport for an answer that ends its connection.
+
+    Closing with unread input makes the kernel reset the connection, and the reset overtakes the answer.
+    """
+
+    __slots__ = ("_connection",)
+
+    def __init__(self, connection: "ConnectionProtocol") -> None:
+        self._connection = connection
+
+    def write(self, data: bytes) -> None:
+        """Write; see ``asyncio.Transport``."""
+        self._connection.transport.write(data)
+
+    def is_closing(self) -> bool:
+        """See ``asyncio.Transport``."""
+        return self._connection.transport.is_closing()
+
+    def close(self) -> None:
+        """Close as soon as nothing unread is left."""
+        self._connection.close_when_read()
 
 
 class ConnectionProtocol(HttpToolsProtocol):
@@ -31,6 +60,8 @@ class ConnectionProtocol(HttpToolsProtocol):
         self._on_gone: Callable[[], None] | None = None
         self._discarded_bytes = 0
         self._running: RequestResponseCycle | None = None
+        self._is_read = False
+        self._linger: asyncio.TimerHandle | None = None
 
     def watch(self, on_gone: Callable[[], None] | None) -> None:
         """Call ``on_gone`` once when the client goes, at once if it is gone already; ``None`` ends the watch."""
@@ -55,10 +86,26 @@ class ConnectionProtocol(HttpToolsProtocol):
         self._give_up_answer()
         self.transport.abort()
 
+    @property
+    def holds_back_body(self) -> bool:
+        """The client of the running request waits to be told whether to send its body, and has not been."""
+        return self._running is not None and self._running.waiting_for_100_continue
+
+    def close_when_read(self) -> None:
+        """Send no more, and close when the client has sent the rest of its body, or for too long."""
+        if self._is_read:
+            self.transport.close()
+        elif self._linger is None:
+            if self.transport.can_write_eof():
+                self.transport.write_eof()
+            self._linger = self.loop.call_later(LINGER_S, self.transport.abort)
+
     # uvicorn and asyncio callbacks
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is over (asyncio callback)."""
+        if self._linger is not None:
+            self._linger.cancel()
         self._tell()
         super().connection_lost(exc)
 
@@ -78,11 +125,14 @@ class ConnectionProtocol(HttpToolsProtocol):
         """Begin of a request: let the application find this connection (httptools callback)."""
         super().on_message_begin()
         self._discarded_bytes = 0
+        self._is_read = False
         self.scope["extensions"] = {SCOPE_KEY: {"connection": self}}
 
     def on_headers_complete(self) -> None:
         """End of a request's head (httptools callback). uvicorn stops reading where a request has to wait."""
         super().on_headers_complete()
+        if not self.cycle.keep_alive or self.expect_100_continue:
+            self.cycle.transport = cast(asyncio.Transport, _ClosesWhenRead(self))
         if 0 < len(self.pipeline) <= MAX_PIPELINED:
             self.flow.resume_reading()
 
@@ -95,8 +145,18 @@ class ConnectionProtocol(HttpToolsProtocol):
             return
         super().on_body(body)
 
+    def on_message_complete(self) -> None:
+        """End of a request (httptools callback)."""
+        self._is_read = True
+        super().on_message_complete()
+        if self._linger is not None:
+            self.transport.close()
+
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP in the gateway's error shape (uvicorn hook)."""
+        if self._linger is not None:
+            self.transport.abort()
+            return
         error = {"message": msg, "type": "invalid_request", "code": 400, "param": None, "request_id": None}
         body = orjson.dumps({"error": error})
         self.transport.write(

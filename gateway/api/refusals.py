@@ -40,7 +40,7 @@ def install_error_shape(app: FastAPI) -> None:
         if exc.status_code == 404:
             return refusal(not_found(request.url.path), request)
         if exc.status_code == 405:
-            return refusal(wrong_method(request.method, (exc.headers or {}).get("Allow", "another method")), request)
+            return refusal(wrong_method(request.method, (exc.headers or {}).get("Allow", "")), request)
         report = ErrorReport(exc.status_code, "invalid_request", str(exc.detail), Outcome.REJECTED)
         return refusal(report, request)
 

@@ -124,6 +124,7 @@ class ScriptEngine:
 
     Attributes:
         script: Answers the next generation requests.
+        metadata: Bodies by path; any other path is 404.
         requests: Generation requests, in order.
         aborted: Ids given to the abort route, in order.
         server: What listens.
@@ -131,6 +132,7 @@ class ScriptEngine:
     """
 
     script: Script
+    metadata: dict[str, Any] = field(default_factory=lambda: dict(METADATA))
     url: str = ""
     requests: list[SeenRequest] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
@@ -152,8 +154,9 @@ class ScriptEngine:
             while True:
                 request = await _read_request(reader)
                 reply = Reply(reader, writer)
-                if request.path in METADATA:
-                    await reply.whole(json.dumps(METADATA[request.path]).encode())
+                if request.method == "GET":
+                    known = self.metadata.get(request.path)
+                    await reply.whole(json.dumps(known).encode(), status=404 if known is None else 200)
                 elif request.path == "/abort_request":
                     self.aborted.append(request.rid)
                     await reply.whole(b"")
