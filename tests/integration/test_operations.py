@@ -413,10 +413,6 @@ async def test_a_follower_that_only_looks_alive_is_never_a_worker() -> None:
 async def test_busy_is_not_dead() -> None:
     interval = {"health_timeout_s": 0.05 * TIME_SCALE, "health_interval_s": 0.02 * TIME_SCALE}
     times: dict[str, Any] = {**interval, "unhealthy_after": 2}
-        "health_timeout_s": 0.05 * TIME_SCALE,
-        "health_interval_s": 0.02 * TIME_SCALE,
-        "unhealthy_after": 2,
-    }
     async with simulated(inter_token_ms=5) as engine, running_gateway(engine.url, **times) as gateway:
         member = next(iter(gateway.gateway.services.fleet))
         body = {**UNARY, "stream": True, "sampling_params": {"max_new_tokens": 5000, "ignore_eos": True}}
