@@ -36,6 +36,7 @@ class _ServerInfo(msgspec.Struct):
     dcp_size: int | None = None
     context_length: int | None = None
     max_running_requests: int | None = None
+    enable_dp_attention: bool = False
     incremental_streaming_output: bool = False
     disaggregation_mode: str | None = None
     random_seed: int | None = None
@@ -85,7 +86,8 @@ def facts_from(model_info: bytes, server_info: bytes, models: bytes) -> EngineFa
     if not model_id:
         raise msgspec.ValidationError("no model is named")
     # A role that was switched at run time shows in internal_states only.
-    mode = next((state.disaggregation_mode for state in server.internal_states), server.disaggregation_mode)
+    live = (state.disaggregation_mode for state in server.internal_states)
+    mode = next((mode for mode in live if mode is not None), server.disaggregation_mode)
     if mode not in _ROLES:
         raise msgspec.ValidationError(f"unknown disaggregation_mode {mode!r}")
     kv = server.kv_events
@@ -109,6 +111,12 @@ def facts_from(model_info: bytes, server_info: bytes, models: bytes) -> EngineFa
 
 
 def _max_running(server: _ServerInfo, dp_size: int) -> int | None:
-    """The limit over all ranks; the scheduler's own figure counts per rank and is there even when none was set."""
+    """The limit over all ranks; the scheduler's own figure counts per rank and is there even when none was set.
+
+    Releases that do not state it divide the option among the ranks with attention DP, and give it to each without.
+    """
     per_rank = next((state.effective_max_running_requests_per_dp for state in server.internal_states), None)
-    return per_rank * dp_size if per_rank else server.max_running_requests
+    if per_rank:
+        return per_rank * dp_size
+    limit = server.max_running_requests
+    return limit if limit is None or server.enable_dp_attention else limit * dp_size
