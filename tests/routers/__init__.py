@@ -1,0 +1,1 @@
+"""Tests of: Fleet, load and policies."""

@@ -1,0 +1,290 @@
+"""The fleet: states of workers as transcripts, pools by model, pins, and the words for what is not there."""
+
+from dataclasses import replace
+
+import pytest
+
+from backends.types import EngineFacts, EngineKind, ProbeResult, Role, Worker
+from backends.upstream.base import Origin
+from routers.errors import ModelRequired, NoReadyWorker, NoSuchRank, UnknownModel
+from routers.fleet import Fleet, Member, WorkerState
+from routers.types import RankKey
+
+FACTS = EngineFacts(EngineKind.SGLANG, (0, 5, 23), "0.5.23", "m")
+UP, PAUSED, FAILED = ProbeResult.UP, ProbeResult.PAUSED, ProbeResult.FAILED
+U, R, P, D, N = (
+    WorkerState.UNHEALTHY,
+    WorkerState.READY,
+    WorkerState.PAUSED,
+    WorkerState.DRAINING,
+    WorkerState.UNIDENTIFIED,
+)
+
+
+def member(worker_id: str = "w", **options: object) -> Member:
+    """A worker that nobody has reached yet."""
+    return Member(Worker(worker_id, f"http://{worker_id}", Origin("http", worker_id, 80)), **options)  # type: ignore[arg-type]
+
+
+def ready(worker_id: str = "w", **facts: object) -> Member:
+    """A worker that is ready."""
+    one = member(worker_id)
+    one.identified(replace(FACTS, **facts))  # type: ignore[arg-type]
+    return one
+
+
+def fleet_of(*members: Member) -> Fleet:
+    """A fleet."""
+    fleet = Fleet()
+    for one in members:
+        fleet.add(one)
+    return fleet
+
+
+def apply(one: Member, event: object) -> None:
+    """One line of a transcript."""
+    if isinstance(event, ProbeResult):
+        one.probed(event, is_busy=False)
+    elif event == "busy and failed":
+        one.probed(FAILED, is_busy=True)
+    elif event == "identified":
+        one.identified(FACTS)
+    elif event == "not identified":
+        one.identify_failed("no answer")
+    elif event == "lost":
+        one.lost_contact("connection refused")
+    else:
+        assert event == "draining"
+        one.is_draining = True
+
+
+@pytest.mark.parametrize(
+    "transcript",
+    [
+        pytest.param([("not identified", N), ("identified", R), (UP, R)], id="comes up"),
+        pytest.param([("identified", R), (FAILED, R), (FAILED, R), (FAILED, U)], id="three failures in a row"),
+        pytest.param([("identified", R), (FAILED, R), (FAILED, R), (UP, R), (FAILED, R), (FAILED, R), (FAILED, U)],
+                     id="a success begins the count anew"),
+        pytest.param([("identified", R), ("busy and failed", R), ("busy and failed", R), ("busy and failed", R),
+                      ("busy and failed", R), (FAILED, R)], id="a busy worker is not dead"),
+        pytest.param([("identified", R), (FAILED, R), (FAILED, R), ("busy and failed", R), (FAILED, U)],
+                     id="being busy forgives nothing"),
+        pytest.param([("identified", R), ("lost", U), (UP, U), (UP, U), ("identified", R)],
+                     id="what was lost is read again before it is used"),
+        pytest.param([("identified", R), ("lost", U), (UP, U), (FAILED, U), (UP, U), (UP, U), ("identified", R)],
+                     id="two successes in a row"),
+        pytest.param([("identified", R), ("lost", U), ("lost", U), (FAILED, U), (UP, U), (UP, U),
+                      ("not identified", U), ("identified", R)], id="comes back slowly"),
+        pytest.param([("identified", R), (PAUSED, P), (PAUSED, P), (UP, R)], id="pause"),
+        pytest.param([("identified", R), (PAUSED, P), (FAILED, P), (FAILED, P), (FAILED, U), (UP, U), (UP, U),
+                      ("identified", R)], id="dies in a pause"),
+        pytest.param([("identified", R), (FAILED, R), (FAILED, R), (PAUSED, P), (FAILED, P)],
+                     id="a pause is a success"),
+        pytest.param([("identified", R), ("draining", D), (PAUSED, D), ("lost", D)], id="draining comes first"),
+    ],
+)  # fmt: skip
+def test_transcripts(transcript: list[tuple[object, WorkerState]]) -> None:
+    one = member()
+    assert one.state is N
+    seen = []
+    for event, _ in transcript:
+        apply(one, event)
+        seen.append((event, one.state))
+    assert seen == transcript
+
+
+def test_hysteresis_is_configurable() -> None:
+    one = member(unhealthy_after=1, healthy_after=1)
+    one.identified(FACTS)
+    one.probed(FAILED, is_busy=False)
+    assert one.state is U
+    assert one.detail == "1 health checks in a row failed"
+    one.probed(UP, is_busy=False)
+    assert not one.is_identified
+
+
+def test_changes_are_told_once() -> None:
+    one = member()
+    changes: list[WorkerState] = []
+    one.on_change = lambda changed: changes.append(changed.state)
+    for event in ("identified", UP, PAUSED, PAUSED, UP, FAILED, FAILED, FAILED, FAILED, UP, UP, "lost", "identified"):
+        apply(one, event)
+    assert changes == [R, P, R, U, R]
+
+
+def test_details_are_the_last_reason() -> None:
+    one = member()
+    assert one.detail == "not reached yet"
+    one.identify_failed("no answer")
+    assert one.detail == "no answer"
+    one.identified(FACTS)
+    assert one.detail == ""
+    one.lost_contact("reset")
+    assert one.detail == "reset"
+
+
+def test_pins_of_the_operator_win() -> None:
+    one = member(pinned_model="alias", pinned_role=Role.DECODE)
+    assert (one.model_id, one.role, one.dp_size) == ("alias", Role.DECODE, 0)
+    one.identified(FACTS)
+    assert (one.model_id, one.role) == ("alias", Role.DECODE)
+    other = member()
+    assert (other.model_id, other.role) == (None, Role.REGULAR)
+    other.identified(replace(FACTS, role=Role.PREFILL))
+    assert (other.model_id, other.role) == ("m", Role.PREFILL)
+
+
+def test_loads_survive_a_restart_with_fewer_ranks() -> None:
+    one = ready(dp_size=3)
+    booking = one.load_of(2).book(requests=4, blocks=1, prefill_tokens=1)
+    one.identified(replace(FACTS, dp_size=1))
+    assert (one.in_flight, len(one.loads)) == (4, 3)
+    fleet = fleet_of(one)
+    assert [candidate.key.dp_rank for candidate in fleet.candidates("m")] == [0]
+    booking.release()
+    assert one.in_flight == 0
+
+
+# Pools.
+
+
+def test_candidates_are_all_ranks_of_ready_workers() -> None:
+    down = member("c")
+    fleet = fleet_of(ready("a", dp_size=2), ready("b"), down, ready("d", model_id="other"))
+    keys = [candidate.key for candidate in fleet.candidates("m")]
+    assert keys == [RankKey("a", 0), RankKey("a", 1), RankKey("b", 0)]
+    first = fleet.get("a")
+    assert first is not None
+    assert fleet.candidates("m")[1].load is first.load_of(1)
+    assert len(fleet) == 4
+    assert fleet.get("x") is None
+    assert [one.worker.id for one in fleet] == ["a", "b", "c", "d"]
+
+
+def test_candidates_follow_states() -> None:
+    told: list[str] = []
+    fleet = Fleet(lambda changed: told.append(changed.worker.id))
+    one, two = ready("a"), member("b")
+    fleet.add(one)
+    fleet.add(two)
+    assert fleet.has_ready("m")
+    before = fleet.candidates("m")
+    two.identified(FACTS)
+    assert len(before) == 1  # a snapshot
+    assert len(fleet.candidates("m")) == 2
+    one.lost_contact("reset")
+    two.probed(PAUSED, is_busy=False)
+    assert not fleet.has_ready("m")
+    assert told == ["a", "b", "b", "a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("requested", "served", "model"),
+    [
+        pytest.param(None, ["m"], "m", id="g_2_absent and one model"),
+        pytest.param("m", ["m", "n"], "m", id="named"),
+        pytest.param("m:lora", ["m", "n"], "m", id="adapter"),
+        pytest.param("m:lora:2", ["m"], "m", id="adapter with a colon"),
+        pytest.param("m:7b:lora", ["m", "m:7b"], "m:7b", id="the longest base"),
+        pytest.param("m:7b", ["m", "m:7b"], "m:7b", id="a name with a colon"),
+        pytest.param(None, ["m", "m"], "m", id="one model on two workers"),
+    ],
+)
+def test_g_2_the_model_selects_the_pool(requested: str | None, served: list[str], model: str) -> None:
+    fleet = fleet_of(*(ready(f"w{index}", model_id=name) for index, name in enumerate(served)))
+    assert fleet.model_of(requested) == model
+
+
+@pytest.mark.parametrize(
+    ("requested", "served", "error"),
+    [
+        pytest.param(None, ["m", "n"], ModelRequired, id="absent and several"),
+        pytest.param("x", ["m"], UnknownModel, id="unknown"),
+        pytest.param("", ["m"], UnknownModel, id="empty"),
+        pytest.param("x:m", ["m"], UnknownModel, id="adapter of an unknown base"),
+        pytest.param(":", ["m"], UnknownModel, id="colon"),
+        pytest.param("m", [], NoReadyWorker, id="no workers"),
+    ],
+)
+def test_g_2_what_selects_none(requested: str | None, served: list[str], error: type[Exception]) -> None:
+    fleet = fleet_of(*(ready(f"w{index}", model_id=name) for index, name in enumerate(served)))
+    with pytest.raises(error):
+        fleet.model_of(requested)
+
+
+def test_g_2_a_model_stays_known_when_its_workers_are_gone() -> None:
+    one = ready("a")
+    fleet = fleet_of(one)
+    one.lost_contact("reset")
+    assert fleet.model_of("m") == "m"
+    with pytest.raises(NoReadyWorker, match=r"'m' is ready \(unhealthy\)"):
+        fleet.candidates("m")
+
+
+def test_nobody_reached_yet() -> None:
+    with pytest.raises(NoReadyWorker, match="no worker has been reached yet"):
+        fleet_of(member()).model_of("m")
+    with pytest.raises(NoReadyWorker, match="there are no workers"):
+        fleet_of().model_of(None)
+
+
+def test_reasons_are_said() -> None:
+    paused, draining, decode = ready("a"), ready("b"), ready("c", role=Role.DECODE)
+    paused.probed(PAUSED, is_busy=False)
+    draining.is_draining = True
+    fleet = fleet_of(paused, draining, decode)
+    with pytest.raises(NoReadyWorker, match="decode worker, which this release cannot pair, draining, paused"):
+        fleet.candidates("m")
+    with pytest.raises(NoReadyWorker, match="none left"):
+        fleet.candidates("gone")
+    assert fleet.reason(paused) == "paused"
+
+
+# Pins.
+
+
+@pytest.mark.parametrize(
+    ("dp_rank", "worker_id", "keys"),
+    [
+        pytest.param(1, None, [RankKey("a", 1), RankKey("b", 1)], id="rank"),
+        pytest.param(3, None, [RankKey("b", 3)], id="a rank that one of them has"),
+        pytest.param(None, "a", [RankKey("a", 0), RankKey("a", 1)], id="worker"),
+        pytest.param(0, "b", [RankKey("b", 0)], id="both"),
+        pytest.param(None, None, [RankKey("a", 0), RankKey("a", 1), *(RankKey("b", rank) for rank in range(4))],
+                     id="neither"),
+    ],
+)  # fmt: skip
+def test_pins(dp_rank: int | None, worker_id: str | None, keys: list[RankKey]) -> None:
+    fleet = fleet_of(ready("a", dp_size=2), ready("b", dp_size=4))
+    pinned = fleet.pinned(fleet.candidates("m"), "m", dp_rank, worker_id)
+    assert [candidate.key for candidate in pinned] == keys
+
+
+@pytest.mark.parametrize(
+    ("dp_rank", "worker_id", "header", "says"),
+    [
+        pytest.param(4, None, "x-data-parallel-rank", "valid ranks are 0 to 3", id="no worker has the rank"),
+        pytest.param(2, "a", "x-data-parallel-rank", "valid ranks are 0 to 1", id="the worker does not have it"),
+        pytest.param(None, "x", "x-forebay-worker", "no worker 'x'", id="no such worker"),
+        pytest.param(None, "c", "x-forebay-worker", "'c' does not serve 'm'", id="worker of another model"),
+    ],
+)
+def test_g_4_pins_to_what_does_not_exist(dp_rank: int | None, worker_id: str | None, header: str, says: str) -> None:
+    fleet = fleet_of(ready("a", dp_size=2), ready("b", dp_size=4), ready("c", model_id="other"))
+    with pytest.raises(NoSuchRank, match=says) as caught:
+        fleet.pinned(fleet.candidates("m"), "m", dp_rank, worker_id)
+    assert caught.value.header == header
+
+
+def test_pins_to_what_is_not_ready() -> None:
+    down, unknown = ready("b", dp_size=2), member("c")
+    fleet = fleet_of(ready("a"), down, unknown)
+    down.lost_contact("reset")
+    for dp_rank, worker_id in ((1, None), (None, "b"), (1, "b"), (7, "c")):
+        with pytest.raises(NoReadyWorker, match="pinned to is not ready"):
+            fleet.pinned(fleet.candidates("m"), "m", dp_rank, worker_id)
+
+
+def test_valid_ranks() -> None:
+    fleet = fleet_of(ready("a", dp_size=2), ready("b", dp_size=4), ready("c", model_id="other", dp_size=8), member("d"))
+    assert (fleet.valid_ranks("m"), fleet.valid_ranks("other"), fleet.valid_ranks("x")) == (4, 8, 0)
