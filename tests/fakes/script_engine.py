@@ -43,6 +43,13 @@ class SeenRequest:
         assert isinstance(rid, str)
         return rid
 
+    @property
+    def rids(self) -> list[str]:
+        """The ids that the gateway gave to a batch."""
+        rids = json.loads(self.body)["rid"]
+        assert isinstance(rids, list)
+        return rids
+
 
 class Reply:
     """Writes one answer."""
