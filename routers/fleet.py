@@ -39,12 +39,12 @@ class Member:
     __slots__ = (
         "_failures",
         "_healthy_after",
+        "_is_draining",
         "_loads",
         "_successes",
         "_unhealthy_after",
         "detail",
         "facts",
-        "is_draining",
         "is_identified",
         "is_paused",
         "is_up",
@@ -72,7 +72,7 @@ class Member:
         self.is_identified = False
         self.is_up = False
         self.is_paused = False
-        self.is_draining = False
+        self._is_draining = False
         self.last_byte_at = float("-inf")
         self.on_change: Callable[[Member], None] = lambda member: None
         self._loads: list[RankLoad] = []
@@ -91,6 +91,17 @@ class Member:
         if not self.is_up:
             return WorkerState.UNHEALTHY
         return WorkerState.PAUSED if self.is_paused else WorkerState.READY
+
+    @property
+    def is_draining(self) -> bool:
+        """It is on its way out: no new requests."""
+        return self._is_draining
+
+    @is_draining.setter
+    def is_draining(self, value: bool) -> None:
+        if value is not self._is_draining:
+            self._is_draining = value
+            self.on_change(self)
 
     @property
     def model_id(self) -> str | None:

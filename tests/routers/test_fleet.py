@@ -112,6 +112,16 @@ def test_changes_are_told_once() -> None:
     assert changes == [R, P, R, U, R]
 
 
+def test_draining_takes_a_worker_out_at_once_and_back() -> None:
+    one = ready()
+    fleet = fleet_of(one)
+    one.is_draining = True
+    one.is_draining = True
+    assert not fleet.has_ready("m")
+    one.is_draining = False
+    assert fleet.has_ready("m")
+
+
 def test_details_are_the_last_reason() -> None:
     one = member()
     assert one.detail == "not reached yet"
