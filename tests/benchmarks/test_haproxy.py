@@ -14,7 +14,13 @@ def test_configuration_names_every_engine_and_compares_like_with_like() -> None:
         "server engine0 127.0.0.1:9001",
         "server engine1 127.0.0.1:9002",
     ]
-    for needed in ("nbthread 1", "mode http", "no option http-buffer-request", "option http-keep-alive"):
+    for needed in (
+        "nbthread 1",
+        "option http-no-delay",
+        "mode http",
+        "no option http-buffer-request",
+        "option http-keep-alive",
+    ):
         assert needed in lines
 
 
