@@ -3,6 +3,8 @@
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from starlette.exceptions import HTTPException
+
 from backends.upstream.base import Headers
 from gateway.auth import Keys
 from gateway.downstream import ClientRequest
@@ -95,7 +97,7 @@ class DataPlane:
         """The ASGI entry."""
         route = ROUTES.get(scope["path"]) if scope["type"] == "http" else None
         if route is None:
-            await self._rest(scope, receive, send)
+            await self._rest(scope, self._bounded(receive), send)
             return
         connection = connection_of(scope)
         if connection is None:
@@ -124,6 +126,21 @@ class DataPlane:
             await exchange.abandon(exc.args[0])
         else:
             await exchange.run(body)
+
+    def _bounded(self, receive: Receive) -> Receive:
+        """``receive`` for the other routes, whose bodies have the same limit."""
+        limit_bytes = self._services.limits.max_body_bytes
+        size = 0
+
+        async def receive_bounded() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > limit_bytes:
+                raise HTTPException(413, too_large(limit_bytes).message)  # the one that FastAPI lets through
+            return message
+
+        return receive_bounded
 
     def _refusal(self, request: ClientRequest, methods: tuple[str, ...]) -> ErrorReport | None:
         """Why the request is refused before its body is read."""

@@ -88,7 +88,7 @@ class Exchange:
         self._bytes_in = len(body)
         self._downstream.watch(self._client_gone)
         try:
-            if not self._downstream.is_gone:
+            if self._cause is None:
                 self._settle(await self._serve(body))
         except CallEnded:
             if self._cause is None:  # else the cause says why

@@ -6,6 +6,7 @@ request. Here the connection itself calls the exchange, in the same loop step in
 
 import asyncio
 from collections.abc import Callable, Mapping
+from http import HTTPStatus
 from typing import Any, cast
 
 import orjson
@@ -19,6 +20,8 @@ MAX_DISCARDED_BYTES = 64 * 1024 * 1024
 MAX_PIPELINED = 8
 
 
+# Bound of a request's line and headers.
+MAX_HEAD_BYTES = 64 * 1024
 # How long a client that wanted the connection closed may go on sending a body that was refused.
 LINGER_S = 30.0
 
@@ -61,6 +64,8 @@ class ConnectionProtocol(HttpToolsProtocol):
         self._discarded_bytes = 0
         self._running: RequestResponseCycle | None = None
         self._is_read = False
+        self._has_head = False
+        self._head_bytes = 0
         self._linger: asyncio.TimerHandle | None = None
 
     def watch(self, on_gone: Callable[[], None] | None) -> None:
@@ -121,16 +126,27 @@ class ConnectionProtocol(HttpToolsProtocol):
         self._running = cycle
         super()._start_asgi_task(cycle, app)
 
+    def data_received(self, data: bytes) -> None:
+        """One read (asyncio callback)."""
+        super().data_received(data)
+        if not self._has_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._refuse_connection(431, "headers_too_large", f"request headers above {MAX_HEAD_BYTES} bytes")
+
     def on_message_begin(self) -> None:
         """Begin of a request: let the application find this connection (httptools callback)."""
         super().on_message_begin()
         self._discarded_bytes = 0
         self._is_read = False
+        self._has_head = False
+        self._head_bytes = 0
         self.scope["extensions"] = {SCOPE_KEY: {"connection": self}}
 
     def on_headers_complete(self) -> None:
         """End of a request's head (httptools callback). uvicorn stops reading where a request has to wait."""
         super().on_headers_complete()
+        self._has_head = True
         if not self.cycle.keep_alive or self.expect_100_continue:
             self.cycle.transport = cast(asyncio.Transport, _ClosesWhenRead(self))
         if 0 < len(self.pipeline) <= MAX_PIPELINED:
@@ -154,14 +170,18 @@ class ConnectionProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP in the gateway's error shape (uvicorn hook)."""
-        if self._linger is not None:
+        self._refuse_connection(400, "invalid_request", msg)
+
+    def _refuse_connection(self, status: int, type: str, message: str) -> None:
+        """Answer something that never became a request, and close."""
+        if self._linger is not None or self.transport.is_closing():
             self.transport.abort()
             return
-        error = {"message": msg, "type": "invalid_request", "code": 400, "param": None, "request_id": None}
+        error = {"message": message, "type": type, "code": status, "param": None, "request_id": None}
         body = orjson.dumps({"error": error})
         self.transport.write(
-            b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
-            b"content-length: %d\r\n\r\n%b" % (len(body), body)
+            b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b"
+            % (status, HTTPStatus(status).phrase.encode(), len(body), body)
         )
         self.transport.close()
 

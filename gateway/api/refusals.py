@@ -41,7 +41,8 @@ def install_error_shape(app: FastAPI) -> None:
             return refusal(not_found(request.url.path), request)
         if exc.status_code == 405:
             return refusal(wrong_method(request.method, (exc.headers or {}).get("Allow", "")), request)
-        report = ErrorReport(exc.status_code, "invalid_request", str(exc.detail), Outcome.REJECTED)
+        kind = "request_too_large" if exc.status_code == 413 else "invalid_request"
+        report = ErrorReport(exc.status_code, kind, str(exc.detail), Outcome.REJECTED)
         return refusal(report, request)
 
     async def on_invalid(request: Request, exc: Exception) -> Response:

@@ -462,6 +462,19 @@ async def test_one_item_of_a_batch_can_be_aborted_and_then_all() -> None:
         assert (await gateway.record()).outcome == "aborted"
 
 
+async def test_one_prompt_of_completions_can_be_aborted() -> None:
+    async with simulated() as (engine, gateway), wire(gateway.address) as connection:
+        body = {"prompt": ["a", "b"], "rid": "mine", "max_tokens": 5000, "ignore_eos": True, "stream": True}
+        await connection.send(request_bytes("/v1/completions", body))
+        await running(engine, 2)
+        await call(gateway.address, "/abort_request", {"rid": "mine_1"})
+        await running(engine, 1)
+        await call(gateway.address, "/abort_request", {"rid": "mine"})
+        events = [json.loads(event) for event in (await connection.answer()).events()[:-1]]
+        assert {event["id"] for event in events} == {"mine_0", "mine_1"}
+        assert (await gateway.record()).outcome == "aborted"
+
+
 async def test_everything_can_be_aborted_at_once() -> None:
     async with simulated() as (engine, gateway), wire(gateway.address) as one, wire(gateway.address) as two:
         await one.send(request_bytes("/generate", {**LONG, "rid": "one"}))

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from backends.lifecycle import Cause
 from simulator.options import EngineOptions
 from simulator.server import SimulatedEngine
 from tests.fakes.running import PATIENCE_S, TIME_SCALE, running_gateway, until
@@ -147,3 +148,17 @@ async def test_requests_that_end_at_the_deadline_are_counted_as_shut_down(slow: 
         assert (record.outcome, record.status) == ("shutdown", 200)
         await until(gateway.gateway.drained.is_set, "the drain's end")
         await gateway.settle()
+
+
+async def test_a_body_that_comes_after_the_deadline_reaches_no_engine(slow: SimulatedEngine) -> None:
+    async with running_gateway(slow.url, drain_timeout_s=0) as gateway, wire(gateway.address) as late:
+        raw = request_bytes("/generate", BODY)
+        await late.send(raw[:-5])
+        await until(lambda: gateway.state()["in_flight_requests"] == 1, "the request's begin")
+        for request in gateway.gateway.services.live:
+            request.stop(Cause.SHUTDOWN)
+        await late.send(raw[-5:])
+        answer = await late.answer()
+        assert (answer.status, answer.json()["error"]["type"]) == (503, "engine_shutdown")
+        assert (await gateway.record()).outcome == "shutdown"
+    assert slow.log.requests_to("/generate") == []

@@ -202,6 +202,35 @@ async def test_a_client_that_asks_first_is_let_on(limited: RunningGateway) -> No
         assert (await connection.answer()).status == 200
 
 
+async def test_other_routes_have_the_same_limit(limited: RunningGateway) -> None:
+    async with wire(limited.address) as connection:
+        for body, status in ((padded(10 * LIMIT), 413), (b'{"rid":"nobody"}', 200)):
+            await connection.send(request_bytes("/abort_request", body))
+            answer = await connection.answer()
+            assert answer.status == status
+        await connection.send(chunked(padded(10 * LIMIT)).replace(b"/generate", b"/abort_request", 1))
+        assert error_of(await connection.answer())["type"] == "request_too_large"
+
+
+@pytest.mark.parametrize("has_end", [True, False])
+async def test_headers_are_bounded(front: RunningGateway, scripted: ScriptEngine, has_end: bool) -> None:
+    async with wire(front.address) as connection:
+        line = b"X-Long: " + b"a" * 5_000_000 if has_end else b"X-Long: a\r\n" * 400_000
+        connection.writer.write(b"POST /generate HTTP/1.1\r\nHost: g\r\n" + line)
+        status, _ = await connection.head()
+        assert status == 431
+    assert scripted.requests == []
+    assert front.records == []
+
+
+@pytest.mark.parametrize("value", ["", "a" * 257, "a" * 30_000])
+async def test_ids_that_are_no_ids_are_refused(front: RunningGateway, scripted: ScriptEngine, value: str) -> None:
+    answer = await call(front.address, "/generate", {"text": "a"}, headers={"X-Request-Id": value})
+    assert (answer.status, error_of(answer)["param"]) == (400, "x-request-id")
+    assert len(answer.headers["x-request-id"]) <= 256
+    assert scripted.requests == []
+
+
 # Keys.
 
 
@@ -363,6 +392,22 @@ async def test_one_rank_is_not_named(front: RunningGateway, scripted: ScriptEngi
 
 
 # Workers that come and go.
+
+
+async def test_when_every_worker_is_gone_each_is_tried_once(scripted: ScriptEngine) -> None:
+    async with script_engine() as other, running_gateway(scripted.url, other.url, health_interval_s=60) as gateway:
+        await other.stop()
+        first = next(iter(gateway.gateway.services.fleet))
+        first.lost_contact("for this test")
+        answer = await call(gateway.address, "/generate", UNARY)
+        assert (answer.status, error_of(answer)["type"]) == (503, "unavailable")
+        assert answer.headers["retry-after"] == "1"
+        assert answer.headers["x-forebay-attempts"] == "1"
+        record = await gateway.record()
+        assert (record.attempts, record.outcome) == (1, "engine_error")
+        # From then on nobody tries.
+        assert (await call(gateway.address, "/generate", UNARY)).status == 503
+        assert ((await gateway.record(2)).attempts, gateway.records[1].outcome) == (0, "overloaded")
 
 
 async def test_a_dead_worker_leaves_and_comes_back_as_what_it_is_then() -> None:
