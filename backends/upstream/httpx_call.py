@@ -78,7 +78,7 @@ class HttpxCall:
     @property
     def is_complete(self) -> bool:
         """True once the whole answer has arrived and been read."""
-        return self._has_ended and not self._parts
+        return self._has_ended and not self._parts and self._error is None
 
     @property
     def is_over(self) -> bool:

@@ -1,7 +1,8 @@
 """The second HTTP client for workers: the same interface on ``httpx``.
 
 The reference for what the first one does by hand, and what mocks and other transports can be put under. Each call
-costs a task and about a hundred times the work of ``backends.upstream.h1``.
+costs a task and some thirty times the work of ``backends.upstream.h1``; the pool's own bookkeeping grows with the square
+of the connections that are idle.
 """
 
 import asyncio
@@ -266,21 +267,33 @@ def _answer_head(response: httpx.Response, attempt: Attempt) -> AnswerHead:
 
 def _was_stale(exc: Exception, attempt: Attempt) -> bool:
     """Whether a pooled connection had been closed by the worker, who then has read nothing of the request."""
-    is_end = isinstance(exc, httpx.NetworkError | httpx.RemoteProtocolError | OSError)
+    is_end = isinstance(exc, httpx.NetworkError | OSError) or attempt.has_seen_end
     return is_end and attempt.has_written and not attempt.has_connected and not attempt.has_received
 
 
 def _failure(exc: Exception, attempt: Attempt, call: HttpxCall) -> UpstreamError:
     """Name a failure of the library by how far the request got, since its own names do not tell."""
-    authority = call.origin.authority
+    authority, reason = call.origin.authority, _reason(exc)
+    has_begun = attempt.has_written or call.has_head
     if isinstance(exc, httpx.LocalProtocolError):
-        return RequestUnsendable(f"not a valid HTTP request: {exc}")
+        return RequestUnsendable(f"not a valid HTTP request: {reason}")
     if isinstance(exc, httpx.ConnectTimeout):
         return ConnectTimeout(f"no connection to {authority} in time")
-    if isinstance(exc, httpx.ConnectError) or not (attempt.has_written or isinstance(exc, httpx.TransportError)):
-        return ConnectFailed(f"cannot connect to {authority}: {exc}")
+    if isinstance(exc, httpx.ConnectError) or not (has_begun or isinstance(exc, httpx.TransportError)):
+        return ConnectFailed(f"cannot connect to {authority}: {reason}")
     if isinstance(exc, httpx.RemoteProtocolError) and attempt.has_written and not attempt.has_seen_end:
-        return AnswerMalformed(f"not a valid HTTP answer: {exc}")
+        return AnswerMalformed(f"not a valid HTTP answer: {reason}")
     if attempt.has_received or call.has_head:
-        return AnswerBroken(f"the connection ended inside the answer: {exc}")
-    return ConnectionDropped(f"the connection ended before any byte of an answer: {exc}")
+        return AnswerBroken(f"the connection ended inside the answer: {reason}")
+    return ConnectionDropped(f"the connection ended before any byte of an answer: {reason}")
+
+
+def _reason(exc: Exception) -> str:
+    """What the system said, if it did; the layers above it only say that something failed."""
+    reason = str(exc) or type(exc).__name__
+    link: BaseException | None = exc
+    while link is not None:
+        if isinstance(link, OSError) and str(link):
+            reason = str(link)
+        link = link.__cause__ or link.__context__
+    return reason

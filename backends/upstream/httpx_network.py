@@ -17,10 +17,13 @@ import httpcore
 # Each attempt runs in a task of its own, whose context carries it through the library.
 _ATTEMPT: ContextVar["Attempt"] = ContextVar("attempt")
 
+# Of every answer that is HTTP.
+BEGINNING = b"HTTP/"
+
 SocketOption = tuple[int, int, int] | tuple[int, int, bytes | bytearray] | tuple[int, int, None, int]
 
 
-class GivenUp(Exception):  # noqa: N818
+class GivenUp(Exception):
     """The attempt was given up; ends whatever the library is doing for it."""
 
 
@@ -112,10 +115,13 @@ class ObservedStream(httpcore.AsyncNetworkStream):
         attempt = _ATTEMPT.get()
         with attempt.waiting():
             data = await self._stream.read(max_bytes, timeout)
-        if data:
-            attempt.has_received = True
-        else:
+        if not data:
             attempt.has_seen_end = True
+        elif not attempt.has_received:
+            attempt.has_received = True
+            if not BEGINNING.startswith(data[: len(BEGINNING)]):
+                # The library would wait for an empty line, which a server of some other protocol never sends.
+                raise httpcore.RemoteProtocolError(f"an answer that begins with {data[:16]!r}")
         return data
 
     async def write(self, buffer: bytes, timeout: float | None = None) -> None:
