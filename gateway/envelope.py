@@ -243,7 +243,7 @@ def _prompt(body: JsonBody, route: Route) -> tuple[int | None, int]:
     if route.dialect is Dialect.COMPLETIONS:
         text = body.text("prompt")
         if _LIST_OF_STRINGS.match(text) or _LIST_OF_LISTS.match(text):
-            return _count(text, "prompt"), text.count(b",") + 1 if _LIST_OF_LISTS.match(text) else 0
+            return _count(text), text.count(b",") + 1 if _LIST_OF_LISTS.match(text) else 0
         return None, text.count(b",") + 1 if text.startswith(b"[") else 0
     return None, 0
 
@@ -253,20 +253,18 @@ def _native_prompt(body: JsonBody) -> tuple[int | None, int]:
     text = body.text("text")
     tokens = ids.count(b",") + 1 if ids.startswith(b"[") else 0
     if text:
-        return (_count(text, "text") if text.startswith(b"[") else None), tokens
+        return (_count(text) if text.startswith(b"[") else None), tokens
     if _LIST_OF_LISTS.match(ids):
-        return _count(ids, "input_ids"), tokens
+        return _count(ids), tokens
     embeddings = body.text("input_embeds")
     if embeddings and not ids and re.match(rb"\[\s*\[\s*\[", embeddings):
-        return _count(embeddings, "input_embeds"), 0
+        return _count(embeddings), 0
     return None, tokens
 
 
-def _count(text: bytes, field: str) -> int:
-    try:
-        return max(len(_items.decode(text)), 1)
-    except msgspec.DecodeError as exc:
-        raise InvalidRequest(f"{field!r} is not valid", param=field) from exc
+def _count(text: bytes) -> int:
+    """Items of a list, at least one; what is a list here was seen to be valid before."""
+    return max(len(_items.decode(text)), 1)
 
 
 def _samples(body: JsonBody, route: Route) -> int:
