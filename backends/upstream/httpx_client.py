@@ -1,8 +1,8 @@
 """The second HTTP client for workers: the same interface on ``httpx``.
 
 The reference for what the first one does by hand, and what mocks and other transports can be put under. Each call
-costs a task and some thirty times the work of ``backends.upstream.h1``; the pool's own bookkeeping grows with the square
-of the connections that are idle.
+costs a task and some thirty times the work of ``backends.upstream.h1``, and the pool's bookkeeping grows with the
+square of the connections that are idle.
 """
 
 import asyncio
