@@ -15,6 +15,12 @@ class FatalRequest(Exception):
 class EngineApi(Protocol):
     """The routes of one engine kind, for one boot of the engine."""
 
+    abort_paths: frozenset[str]
+    """Where the fault point ``abort`` strikes instead of ``headers``."""
+
+    def prepare(self, exchange: Exchange) -> None:
+        """Set what every answer to ``exchange`` has, those of faults included."""
+
     def facts(self, exchange: Exchange) -> RequestFacts:
         """Return what faults can be matched with; must not raise, whatever the body is."""
 
@@ -23,4 +29,11 @@ class EngineApi(Protocol):
 
         Raises:
             FatalRequest: The request kills the engine.
+        """
+
+    def begin_death(self) -> float:
+        """Tell the open requests what they still get to hear of the engine's death.
+
+        Returns:
+            Seconds for which the server outlives its engine.
         """

@@ -18,10 +18,10 @@ _DEFAULTS = EngineOptions()
 _VALUES: tuple[tuple[str, type, str], ...] = (
     ("host", str, "address to listen on"),
     ("port", int, "port to listen on; 0 lets the system choose"),
-    ("engine", str, "engine kind: sglang (vllm: not yet)"),
+    ("engine", str, "engine kind: sglang or vllm"),
     ("model", str, "served model name"),
     ("role", str, "regular (prefill, decode: not yet)"),
-    ("engine_version", str, "version that the engine claims"),
+    ("engine_version", str, "version that the engine claims instead of its own"),
     ("dp_size", int, "data-parallel ranks"),
     ("page_size", int, "tokens per cache block"),
     ("num_blocks", int, "cache blocks per rank"),
@@ -45,6 +45,10 @@ _VALUES: tuple[tuple[str, type, str], ...] = (
     ("keep_alive_s", float, "seconds after which an idle connection is closed"),
     ("log_limit", int, "entries of each kind kept for GET /_log"),
     ("log_body_bytes", int, "bytes up to which a request body is kept"),
+    ("model_aliases", str, "vLLM: more names of the model, with commas"),
+    ("lora_names", str, "vLLM: adapters that can be asked for as models, with commas"),
+    ("sse_keepalive_interval_s", float, "vLLM: seconds of silence before a stream gets a comment; 0 = never"),
+    ("death_grace_s", float, "vLLM: seconds from the engine's death to the end of its server"),
     ("kv_events", str, "ZMQ endpoint for KV events (not yet)"),
     ("replay", str, "ZMQ endpoint for replays (not yet)"),
     ("node_rank", int, "rank of this node (above 0: not yet)"),
@@ -55,6 +59,11 @@ _VALUES: tuple[tuple[str, type, str], ...] = (
 _SWITCHES: tuple[tuple[str, str], ...] = (
     ("incremental_streaming_output", "stream deltas instead of everything so far"),
     ("is_embedding", "answer the embedding routes"),
+    ("dev_mode", "vLLM: answer the development routes"),
+)
+_SWITCHES_ON: tuple[tuple[str, str], ...] = (
+    ("enable_scale_out", "vLLM: answer the routes under /inference"),
+    ("enable_request_id_headers", "vLLM: put x-request-id on every answer"),
 )
 
 
@@ -69,6 +78,9 @@ def build_parser(prog: str = "forebay simulate") -> argparse.ArgumentParser:
         parser.add_argument(flag, type=kind, default=default, metavar=metavar, help=f"{text} (default: {shown})")
     for name, text in _SWITCHES:
         parser.add_argument("--" + name.replace("_", "-"), action="store_true", help=f"{text} (default: off)")
+    for name, text in _SWITCHES_ON:
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=True, help=f"{text} (default: on)")
     parser.add_argument(
         "--survive-bad-input",
         action="store_true",

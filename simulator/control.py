@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def handle_control(engine: SimulatedEngine, exchange: Exchange) -> None:
-    """Answer ``/_fault``, ``/_log``, ``/_reset`` and ``/_restart``."""
+    """Answer ``/_fault``, ``/_log``, ``/_reset``, ``/_die`` and ``/_restart``."""
     request = exchange.request
     key = (request.method, request.path)
     if key == ("GET", "/_log"):
@@ -26,6 +26,9 @@ def handle_control(engine: SimulatedEngine, exchange: Exchange) -> None:
     elif key == ("POST", "/_reset"):
         engine.reset()
         exchange.respond(200, b"{}")
+    elif key == ("POST", "/_die"):
+        exchange.respond(200, b"{}")
+        engine.die()
     elif key == ("POST", "/_restart"):
         engine.restart(spare=exchange)
         exchange.respond(200, orjson.dumps({"random_seed": engine.boot_id}))

@@ -92,12 +92,14 @@ class Exchange:
         "connection",
         "entry",
         "facts",
+        "has_lower_case_framing",
         "is_chunked",
         "is_over",
         "on_disconnect",
         "on_writable",
         "request",
         "starts_aborted",
+        "tail",
     )
 
     def __init__(self, connection: Line, request: Request) -> None:
@@ -108,6 +110,10 @@ class Exchange:
         self.is_chunked = False
         self.facts: RequestFacts | None = None  # set only while faults are waiting for this request
         self.starts_aborted = False
+        self.tail = b""
+        """Header lines after all others but the framing, complete."""
+        self.has_lower_case_framing = False
+        """Spell ``transfer-encoding`` and ``connection`` as uvicorn's httptools parser does, not its h11 one."""
         self.on_disconnect: Callable[[], None] | None = None
         self.on_writable: Callable[[], None] | None = None
 
@@ -127,7 +133,7 @@ class Exchange:
         if content_type is not None:
             lines += f"content-type: {content_type}\r\n"
         self.entry.status = status
-        head = self._head_bytes(status, f"{lines}vary: Origin\r\n".encode())
+        head = self._head_bytes(status, f"{lines}vary: Origin\r\n".encode() + self.tail)
         if self.request.method == "HEAD":
             self.write(head)
         elif len(body) <= 65536:
@@ -141,12 +147,17 @@ class Exchange:
         """Write the head of an event stream."""
         self.is_chunked = True
         lines = f"{extra}content-type: text/event-stream; charset=utf-8\r\nvary: Origin\r\n"
-        self.head(200, lines.encode() + b"Transfer-Encoding: chunked\r\n")
+        framing = b"transfer-encoding" if self.has_lower_case_framing else b"Transfer-Encoding"
+        self.head(200, b"%b%b%b: chunked\r\n" % (lines.encode(), self.tail, framing))
 
     def send_event(self, event: bytes) -> None:
         """Write one event as one HTTP chunk."""
         self.entry.events += 1
         self.connection.buffer(b"%x\r\n%b\r\n" % (len(event), event), self.entry)
+
+    def send_comment(self, comment: bytes) -> None:
+        """Write a comment as one HTTP chunk; it is not counted as an event."""
+        self.connection.buffer(b"%x\r\n%b\r\n" % (len(comment), comment), self.entry)
 
     def finish_stream(self) -> None:
         """Write the last chunk and end the exchange."""
@@ -199,4 +210,5 @@ class Exchange:
         line = _STATUS_LINES.get(status) or f"HTTP/1.1 {status} \r\n".encode()
         if self.request.is_keep_alive:
             return b"%b%b%b\r\n" % (line, _DATE.lines(), headers)
-        return b"%b%b%bConnection: close\r\n\r\n" % (line, _DATE.lines(), headers)
+        name = b"connection" if self.has_lower_case_framing else b"Connection"
+        return b"%b%b%b%b: close\r\n\r\n" % (line, _DATE.lines(), headers, name)

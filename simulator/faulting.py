@@ -99,7 +99,7 @@ class FaultRunner:
             self._apply_at_head(fault, exchange, lambda: exchange.respond(status, body, content_type))
             return
         head = f"content-length: {len(body)}\r\ncontent-type: {content_type}\r\nvary: Origin\r\n"
-        exchange.head(status, head.encode())
+        exchange.head(status, head.encode() + exchange.tail)
         exchange.write(body[:kept])
         if fault.kind == "delay":
 
@@ -128,6 +128,11 @@ class EventWriter:
         self._is_hanging = False
         self._sent = 0
         self.on_abort_finish: Callable[[], None] = lambda: None
+
+    @property
+    def is_hanging(self) -> bool:
+        """Whether a fault has silenced the stream for good."""
+        return self._is_hanging
 
     def send(self, event: bytes) -> None:
         """Write one event."""

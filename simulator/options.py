@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+_VERSIONS = {"sglang": "0.5.23", "vllm": "0.32.0"}
+
 
 class OptionError(ValueError):
     """An option has a value that the simulated engine cannot run with."""
@@ -24,7 +26,8 @@ class EngineOptions:
     model: str = "model"
     role: str = "regular"
     """``regular``; ``prefill`` and ``decode`` are refused until the transfer is simulated."""
-    engine_version: str = "0.5.23"
+    engine_version: str | None = None
+    """``None``: the version that the simulation was made after."""
     dp_size: int = 1
     """Data-parallel ranks, each with its own scheduler and cache."""
     page_size: int = 16
@@ -53,6 +56,20 @@ class EngineOptions:
     incremental_streaming_output: bool = False
     is_embedding: bool = False
     """Answer the embedding routes instead of refusing them like a generation model."""
+    model_aliases: str = ""
+    """vLLM: more served names of the model, with commas between them; answers always show the first one."""
+    lora_names: str = ""
+    """vLLM: adapters that a request may name as its model, with commas between them."""
+    enable_scale_out: bool = True
+    """vLLM: answer the routes under ``/inference`` instead of refusing them."""
+    enable_request_id_headers: bool = True
+    """vLLM: put ``x-request-id`` on every answer."""
+    dev_mode: bool = False
+    """vLLM: answer the routes of ``VLLM_SERVER_DEV_MODE=1``."""
+    sse_keepalive_interval_s: float = 0.0
+    """vLLM: real seconds of silence after which a stream gets a comment; ``0`` means never."""
+    death_grace_s: float = 0.1
+    """vLLM: real seconds from the engine's death to the end of the server process."""
     die_on_bad_input: bool = True
     """Die as the real engine does on a negative token id, an empty text or too many top log-probabilities."""
     dynamic_batch_tokenizer_ms: float = 0.0
@@ -86,7 +103,14 @@ class EngineOptions:
         for name in ("dp_size", "page_size", "num_blocks", "max_running", "chunked_prefill_tokens", "context_length"):
             if getattr(self, name) < 1:
                 raise OptionError(f"{_flag(name)} must be at least 1")
-        for name in ("max_queued", "prefill_tokens_per_s", "inter_token_ms", "dynamic_batch_tokenizer_ms"):
+        for name in (
+            "max_queued",
+            "prefill_tokens_per_s",
+            "inter_token_ms",
+            "dynamic_batch_tokenizer_ms",
+            "sse_keepalive_interval_s",
+            "death_grace_s",
+        ):
             if getattr(self, name) < 0:
                 raise OptionError(f"{_flag(name)} must not be negative")
         if not 0 <= self.port <= 65535:
@@ -95,6 +119,11 @@ class EngineOptions:
             raise OptionError("--vocab-size must be at least 259: 3 special tokens and 256 bytes")
         if self.speedup <= 0:
             raise OptionError("--speedup must be above 0")
+
+    @property
+    def version(self) -> str:
+        """Version that the engine claims."""
+        return self.engine_version or _VERSIONS[self.engine]
 
     @property
     def pool_tokens(self) -> int:
@@ -112,8 +141,8 @@ def _flag(name: str) -> str:
 
 
 def _refuse_unfinished(options: EngineOptions) -> None:
-    if options.engine != "sglang":
-        raise OptionError(f"--engine {options.engine}: not yet, this release simulates sglang only")
+    if options.engine not in _VERSIONS:
+        raise OptionError(f"--engine {options.engine}: unknown, known are {', '.join(_VERSIONS)}")
     if options.role != "regular":
         raise OptionError(f"--role {options.role}: not yet, this release simulates regular engines only")
     if options.kv_events is not None or options.replay is not None:

@@ -153,8 +153,15 @@ class Scheduler:
             self._admit(now)
         return news
 
-    def abort(self, matches: Callable[[Sequence], bool], now: float) -> tuple[list[Sequence], list[Sequence]]:
+    def abort(
+        self, matches: Callable[[Sequence], bool], now: float, *, at_once: Finish | None = None
+    ) -> tuple[list[Sequence], list[Sequence]]:
         """Abort every sequence that ``matches``.
+
+        Args:
+            matches: Tells which.
+            now: The time.
+            at_once: Everything ends now and with this, without the token of the step that is under way.
 
         Returns:
             The ones that ended at once (they were waiting), and the ones that end with their next step.
@@ -166,8 +173,14 @@ class Scheduler:
                 if sequence.retractions and not sequence.keeps_output_when_retracted:
                     sequence.output.clear()
                     sequence.text = ""
-                self._close(sequence, ABORTED_WAITING, now)
+                self._close(sequence, at_once or ABORTED_WAITING, now)
         marked = [s for s in (*self._prefilling, *self._decoding) if matches(s)]
+        if at_once is not None:
+            self._prefilling = [s for s in self._prefilling if not matches(s)]
+            self._decoding = [s for s in self._decoding if not matches(s)]
+            for sequence in marked:
+                self._close(sequence, at_once, now)
+            return [*ended, *marked], []
         for sequence in marked:
             sequence.is_aborting = True
         return ended, marked

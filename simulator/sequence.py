@@ -100,6 +100,8 @@ class Sequence:
     keeps_output_when_retracted: bool = True
     first_finish: Finish | None = None
     """An end decided in advance, reported with the first token (a grammar that does not compile)."""
+    name: str = ""
+    """The id that clients abort it by, on engines where that is not ``rid``."""
     state: SequenceState = SequenceState.NEW
     output: list[int] = field(default_factory=list)
     hidden_tokens: int = 0

@@ -30,6 +30,8 @@ from simulator.http_server import Connection
 from simulator.log import DisconnectEntry, EngineLog, RequestEntry
 from simulator.options import EngineOptions
 from simulator.sglang.routes import SGLangApi
+from simulator.vllm.engine import VllmCore
+from simulator.vllm.routes import VllmApi
 
 _T = TypeVar("_T")
 
@@ -110,7 +112,19 @@ class SimulatedEngine:
         self.log.changed()
 
     def die(self) -> None:
-        """Die as the real engine does: connections end without a byte, nothing is answered until a restart."""
+        """Die as the real engine does; nothing is answered any more until a restart.
+
+        With SGLang connections end without a byte. vLLM's server outlives its engine for a moment:
+        streams end with an error event, unary calls with 500, and its health is 503.
+        """
+        grace_s = self._api.begin_death()
+        if grace_s:
+            self._core.timers.after(grace_s, self._exit)
+            self.log.changed()
+        else:
+            self._exit()
+
+    def _exit(self) -> None:
         self.is_dead = True
         self._core.stop()
         for connection in list(self._connections):
@@ -131,9 +145,15 @@ class SimulatedEngine:
             self._core.clear_caches()
 
     def _boot(self) -> None:
-        self._core = Core(self.options, self._loop, self.log)
-        self._runner = FaultRunner(self._faults, self._core.timers, self.restart)
-        self._api = SGLangApi(self._core, self._runner)
+        if self.options.engine == "vllm":
+            core = VllmCore(self.options, self._loop, self.log)
+            self._core = core
+            self._runner = FaultRunner(self._faults, core.timers, self.restart)
+            self._api = VllmApi(core, self._runner)
+        else:
+            self._core = Core(self.options, self._loop, self.log)
+            self._runner = FaultRunner(self._faults, self._core.timers, self.restart)
+            self._api = SGLangApi(self._core, self._runner)
 
     # -- what tests look at ----------------------------------------------------------------------
 
@@ -304,13 +324,14 @@ class SimulatedEngine:
         if self.is_dead:
             exchange.cut("died", reset=True)
             return
+        self._api.prepare(exchange)
         if not self._faults:
             self._serve(exchange)
             return
         facts = self._api.facts(exchange)
         if self._faults.expects(facts):
             exchange.facts = facts
-        if path == "/abort_request":
+        if path in self._api.abort_paths:
             self._runner.at_head(
                 "abort", exchange, facts, lambda: self._serve(exchange), lambda: exchange.respond(200, b"", None)
             )

@@ -32,7 +32,7 @@ def server_info(core: Core) -> dict[str, Any]:
         "hicache_object_layout": {"enabled": False, "backend": None, "page_size": core.options.page_size},
         "kv_events": None,
         "internal_states": states,
-        "version": core.options.engine_version,
+        "version": core.options.version,
         "frontend": "python",
     }
 
@@ -145,7 +145,7 @@ def loads(core: Core, query: str) -> dict[str, Any]:
         ranks = [s for s in ranks if str(s.rank) == asked["dp_rank"][0]]
     return {
         "timestamp": datetime.now(UTC).isoformat(),
-        "version": core.options.engine_version,
+        "version": core.options.version,
         "accelerator": None,
         "num_accelerators": 1,
         "loads": [_load(core, scheduler, sections) for scheduler in ranks],

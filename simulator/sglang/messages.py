@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 
+from simulator.chat import text_of
 from simulator.core import Core
 from simulator.exchange import Exchange
 from simulator.faulting import FaultRunner
@@ -15,7 +16,7 @@ from simulator.sequence import FinishKind, Sequence
 from simulator.sglang import errors
 from simulator.sglang.generate_request import load_object
 from simulator.sglang.openai import note_request, rank_header, start_stream, start_unary
-from simulator.sglang.openai_request import OpenAIRequest, chat_prompt, check_common, plain_request, text_of
+from simulator.sglang.openai_request import OpenAIRequest, chat_prompt, check_common, plain_request
 from simulator.text import encode
 
 _STOP_REASONS = {FinishKind.LENGTH: "max_tokens", FinishKind.STOP: "end_turn", FinishKind.ABORT: "end_turn"}

@@ -10,6 +10,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Any
 
+from simulator.chat import GENERATION_PROMPT, render
 from simulator.options import EngineOptions
 from simulator.sglang.errors import BodyError, InvalidRequest, SchemaError, field_error
 from simulator.sglang.generate_request import GenerateRequest, PromptSpec, Returns, check_lengths, dp_rank, fresh_rid
@@ -63,23 +64,12 @@ def chat_prompt(messages: Any) -> list[int]:
         raise BodyError(field_error("list_type", ("body", "messages"), "Input should be a valid list", messages))
     if not messages:
         raise InvalidRequest("Messages cannot be empty.")
-    parts = []
     for index, message in enumerate(messages):
         role = message.get("role") if isinstance(message, dict) else None
         if not isinstance(role, str) or role.lower() not in _ROLES:
             location = ("body", "messages", index, "role")
             raise BodyError(field_error("value_error", location, "Value error, 'role' must be a known one", role))
-        parts.append(f"<|{role}|>{text_of(message.get('content'))}\n")
-    return encode("".join(parts) + "<|assistant|>")
-
-
-def text_of(content: Any) -> str:
-    """Return the text of a message's content: a string, or a list of parts."""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list):
-        return "".join(str(part.get("text", "")) if isinstance(part, dict) else str(part) for part in content)
-    return ""
+    return encode(render(messages) + GENERATION_PROMPT)
 
 
 def check_common(raw: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections import OrderedDict
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -73,9 +74,9 @@ class ResponseStore:
             refuse(exchange, exc.message)
             return
         note_request(exchange, request)
-        shape = _Shape(raw, request.model, f"resp_{uuid.uuid4().hex}")
+        shape = ResponseShape(raw, request.model, f"resp_{uuid.uuid4().hex}")
         if request.generate.stream:
-            renderer = _ResponsesRenderer(shape, self)
+            renderer = ResponsesRenderer(shape, self.keep)
             extra = "cache-control: no-cache\r\n"
             start_stream(core, faults, exchange, request, renderer, lambda _: None, extra_head=extra, last=None)
             return
@@ -96,7 +97,7 @@ def _prompt(raw: dict[str, Any]) -> list[int]:
     return chat_prompt(messages)
 
 
-class _Shape:
+class ResponseShape:
     """The response object in its states."""
 
     def __init__(self, raw: dict[str, Any], model: str, response_id: str) -> None:
@@ -165,12 +166,12 @@ class _Shape:
         }
 
 
-class _ResponsesRenderer:
+class ResponsesRenderer:
     """Events of a responses stream; it has no ``[DONE]``."""
 
-    def __init__(self, shape: _Shape, store: ResponseStore) -> None:
+    def __init__(self, shape: ResponseShape, keep: Callable[[str, bytes], None]) -> None:
         self._shape = shape
-        self._store = store
+        self._keep = keep
         self._number = 0
         self._characters = 0
         self._is_begun = False
@@ -181,6 +182,7 @@ class _ResponsesRenderer:
         """Return the opening events once, then text deltas."""
         finish = sequence.finish
         if finish is not None and finish.status_code is not None:
+            self._last = None  # nothing follows an error
             error = {"type": "error", "code": str(finish.status_code), "message": finish.message, "param": None}
             return (self._event("error", **error),)
         out = []
@@ -213,7 +215,7 @@ class _ResponsesRenderer:
             item = self._shape.item(text, "completed")
             out.append(self._event("response.output_item.done", output_index=0, item=item))
         finished = self._shape.finished(sequence)
-        self._store.keep(self._shape.response_id, orjson.dumps(finished))
+        self._keep(self._shape.response_id, orjson.dumps(finished))
         out.append(self._event(f"response.{finished['status']}", response=finished))
         return out
 

@@ -78,10 +78,19 @@ _GENERATION: dict[str, tuple[tuple[str, ...], Callable[[Core, FaultRunner, Excha
 class SGLangApi:
     """The routes, bound to one boot of the engine."""
 
+    abort_paths = frozenset({"/abort_request"})
+
     def __init__(self, core: Core, faults: FaultRunner) -> None:
         self._core = core
         self._faults = faults
         self._responses = ResponseStore()
+
+    def prepare(self, exchange: Exchange) -> None:
+        """Do nothing: answers have no header of their own."""
+
+    def begin_death(self) -> float:
+        """Tell nobody: the whole server is gone at once."""
+        return 0.0
 
     def facts(self, exchange: Exchange) -> RequestFacts:
         """Return what faults can be matched with."""

@@ -20,6 +20,7 @@ VARYING = {
     "kv_event_sources": "only with a publisher",
     "load_publish_endpoint": "null without a publisher",
     "grpc_port": "null without gRPC",
+    "prompt_logprobs": "keyed by token id, null for the first token",
     "top_logprobs": "keyed by token text on the completions route",
 }
 # Keys that may be missing on one side.

@@ -29,7 +29,7 @@ def test_every_option_can_be_given_and_names_its_default() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--engine", "vllm"], "not yet"),
+        (["--engine", "other"], "unknown, known are sglang, vllm"),
         (["--role", "prefill"], "not yet"),
         (["--kv-events", "tcp://*:5557"], "not yet"),
         (["--node-rank", "1"], "not yet"),

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 # How the captures mark long bodies whose middle was left out.
-CUT = re.compile(rb"\.\.\.\[cut \d+|\(cut here\)")
+CUT = re.compile(rb"\.\.\.\[cut \d+|\(cut here\)|\.\.\.\(cut[:)]")
 CAPTURES = Path(__file__).parent.parent / "data" / "captures" / "sglang"
+VLLM_CAPTURES = CAPTURES.parent / "vllm"
 
 
 @dataclass(slots=True)
@@ -76,6 +77,13 @@ def load_capture(name: str) -> Capture:
     return Capture(name, request, response, remark.decode())
 
 
+def load_vllm_capture(name: str) -> Capture:
+    """Read the vLLM capture ``name``, for instance ``chat/unary``; without a request it has only an answer."""
+    request = VLLM_CAPTURES / f"{name}.req"
+    response = (VLLM_CAPTURES / f"{name}.resp").read_bytes()
+    return Capture(name, request.read_bytes() if request.exists() else b"", response, "")
+
+
 def parse_answer(raw: bytes) -> Answer | None:
     """Parse one response; a body cut off in the middle gives the chunks that are whole."""
     if not raw:
@@ -119,6 +127,24 @@ async def send(port: int, request: bytes, *, timeout_s: float = 30.0) -> bytes:
         finally:
             writer.close()
         return b"".join(received)
+
+
+async def send_one(port: int, request: bytes, *, timeout_s: float = 30.0) -> bytes:
+    """Send ``request`` and return its answer alone, from a connection that would stay open."""
+    async with asyncio.timeout(timeout_s):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
+        try:
+            writer.write(request)
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = re.search(rb"(?i)content-length: (\d+)", head)
+            if length is not None:
+                return head + await reader.readexactly(int(length[1]))
+            received = bytearray(head)
+            while not received.endswith(b"\r\n0\r\n\r\n"):
+                received += await reader.readuntil(b"\r\n")
+            return bytes(received)
+        finally:
+            writer.close()
 
 
 def request_bytes(path: str, body: Any = None, *, method: str = "POST", close: bool = True, **headers: str) -> bytes:

@@ -1,0 +1,1 @@
+"""vLLM's HTTP interface on top of the simulated engine."""
