@@ -71,12 +71,13 @@ class Stage:
                 raise BenchmarkFailed(f"the engine does not take the fault: {answer!r}")
 
 
-def open_stage(children: Children, engine_options: Sequence[str] = ()) -> Stage:
+def open_stage(children: Children, engine_options: Sequence[str] = (), *, is_for_streams: bool = False) -> Stage:
     """Start all of it and wait until requests can be served.
 
     Args:
         children: Owns the processes.
         engine_options: More options for the engines.
+        is_for_streams: haproxy is set up for streams rather than for bodies.
 
     Raises:
         BenchmarkFailed: Something did not start.
@@ -88,7 +89,7 @@ def open_stage(children: Children, engine_options: Sequence[str] = ()) -> Stage:
     for port in engine_ports:
         wait_until(functools.partial(_answers, port), children.check, "an engine")
     gateway = _start_gateway(children, engine_ports)
-    proxy = _start_haproxy(children, engine_ports)
+    proxy = _start_haproxy(children, engine_ports, is_for_streams)
     return Stage(children, engine_ports, gateway, proxy, Target("direct", engine_ports[0]))
 
 
@@ -109,10 +110,10 @@ def _start_gateway(children: Children, engine_ports: Sequence[int]) -> Target:
     return Target("gateway", port, process.pid)
 
 
-def _start_haproxy(children: Children, engine_ports: Sequence[int]) -> Target:
+def _start_haproxy(children: Children, engine_ports: Sequence[int], is_for_streams: bool) -> Target:
     port = free_port()
     config = children.temp / f"haproxy-{port}.cfg"
-    config.write_text(haproxy.config_text(port, engine_ports), "utf-8")
+    config.write_text(haproxy.config_text(port, engine_ports, is_for_streams=is_for_streams), "utf-8")
     # -db: in the foreground and as one process, so that its pid is the one that works.
     process = children.start("haproxy", ["haproxy", "-db", "-f", str(config)], TEST_CORE)
     wait_until(functools.partial(_answers, port), children.check, "haproxy")
