@@ -68,7 +68,9 @@ class SingleId:
 
     def held(self, data: bytes) -> int:
         """Bytes that must wait; see ``IdMap``."""
-        return _held_suffix(data, self._engine)
+        # An id may end with what it begins with, so a whole one at the end must not be taken for a beginning.
+        last = data.rfind(self._engine, max(len(data) - 2 * _ID_BYTES, 0))
+        return _held_suffix(data[last + _ID_BYTES :] if last >= 0 else data, self._engine)
 
 
 class BatchIds:
