@@ -100,12 +100,14 @@ def take_turns(stage: Stage, measure: Callable[[Target], Sample], context: Conte
     return Comparison(samples["gateway"], samples["haproxy"], samples["direct"])
 
 
-def _on_stage(run: Callable[[Stage, Context], Comparison | Growth], *engine_options: str) -> Measure:
+def _on_stage(
+    run: Callable[[Stage, Context], Comparison | Growth], *engine_options: str, is_for_streams: bool = False
+) -> Measure:
     """Run on a stage of its own, which is gone afterwards."""
 
     def staged(context: Context) -> Comparison | Growth:
         with tempfile.TemporaryDirectory(prefix="forebay-bench-") as temp, Children(Path(temp)) as children:
-            return run(open_stage(children, engine_options), context)
+            return run(open_stage(children, engine_options, is_for_streams=is_for_streams), context)
 
     return staged
 
@@ -143,7 +145,7 @@ def _streamed(tokens: int, *engine_options: str, waves: int, is_whole_wave: bool
 
         return take_turns(stage, measure, context)
 
-    return _on_stage(run, *engine_options)
+    return _on_stage(run, *engine_options, is_for_streams=True)
 
 
 def _memory(stage: Stage, context: Context) -> Growth:
