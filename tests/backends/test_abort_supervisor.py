@@ -202,7 +202,7 @@ async def idle(supervisor: AbortSupervisor) -> None:
 
 async def test_one_abort_ends_a_unary_call_and_is_confirmed() -> None:
     async with bench() as b:
-        supervisor = b.supervisor()
+        supervisor = b.supervisor(retry_sleeps_s=(FOREVER_S,))
         leg = cancelled(await b.leg(), CancelPlan.ABORT_AND_READ, supervisor)
         assert len(supervisor) == 1
         await idle(supervisor)
@@ -227,7 +227,7 @@ async def test_no_abort_sooner_than_the_delay() -> None:
 async def test_a2_8_ignored_aborts_are_repeated_until_one_works(ignored: int) -> None:
     async with bench() as b:
         b.engine.ignored = ignored
-        supervisor = b.supervisor()
+        supervisor = b.supervisor(retry_sleeps_s=[*[STEP_S] * ignored, FOREVER_S])
         cancelled(await b.leg(), CancelPlan.ABORT_AND_READ, supervisor)
         await idle(supervisor)
         assert len(b.engine.aborts) == ignored + 1
@@ -325,11 +325,11 @@ async def test_a3_12_an_abort_route_that_hangs_costs_its_time_limit_each() -> No
 async def test_a3_15_abort_calls_are_bounded_per_worker() -> None:
     async with bench() as b:
         supervisor = b.supervisor(max_calls_per_worker=3)
-        for index in range(30):
+        for index in range(15):
             cancelled(await b.leg(f"{index:032x}"), CancelPlan.ABORT_AND_READ, supervisor)
         await idle(supervisor)
         assert b.engine.most_concurrent <= 3
-        assert b.counters.confirmed == 30
+        assert b.counters.confirmed == 15
 
 
 async def test_a3_15_legs_above_the_cap_close_the_oldest() -> None:
@@ -382,7 +382,7 @@ async def test_s2_14_an_empty_id_is_never_sent(caplog: pytest.LogCaptureFixture)
 
 async def test_an_attached_abort_lets_the_reader_have_the_partial_answer() -> None:
     async with bench() as b:
-        supervisor = b.supervisor()
+        supervisor = b.supervisor(retry_sleeps_s=(FOREVER_S,))
         leg = await b.leg()
         supervisor.abort_attached(leg, leg.engine_ids)
         supervisor.abort_attached(leg, leg.engine_ids)  # asked twice, done once
@@ -415,7 +415,7 @@ async def test_an_answer_that_nobody_has_read_yet_is_not_closed() -> None:
         leg = await b.leg()
         supervisor.abort_attached(leg, leg.engine_ids)
         await idle(supervisor)  # the reader is slow: the schedule ends before it looks
-        assert len(b.engine.aborts) <= 2
+        assert len(b.engine.aborts) <= len(SCHEDULE_S)
         assert (await leg.call.head()).status == 200
         assert b'"par"' in await leg.call.read()
         leg.end()

@@ -130,6 +130,10 @@ def test_reports_of_the_edge(report: ErrorReport, status: int, says: str) -> Non
     assert len(report.message) < 300
 
 
+def test_a_405_names_the_methods() -> None:
+    assert (b"allow", b"POST, PUT") in errors.wrong_method("GET", "POST, PUT").headers
+
+
 def test_gateway_errors_carry_their_report() -> None:
     report = errors.BACKEND_AUTH
     assert report_of(GatewayError(report)) is report
