@@ -158,6 +158,7 @@ class Exchange:
     def send_comment(self, comment: bytes) -> None:
         """Write a comment as one HTTP chunk; it is not counted as an event."""
         self.connection.buffer(b"%x\r\n%b\r\n" % (len(comment), comment), self.entry)
+        self.connection.log_changed()
 
     def finish_stream(self) -> None:
         """Write the last chunk and end the exchange."""

@@ -35,11 +35,6 @@ class VllmCore(Core):
         self.is_dying = False
 
     @property
-    def names(self) -> list[str]:
-        """Ids that an abort would find."""
-        return list(dict.fromkeys(entry.sequence.name for entry in self._live.values()))
-
-    @property
     def open_requests(self) -> int:
         """Requests that have not ended."""
         return len({id(entry.generation) for entry in self._live.values()})

@@ -14,6 +14,7 @@ from simulator.vllm.request import adapters, served_models
 
 # Labels of cache_config_info that no gateway needs, as on a real server.
 _CACHE_LABELS = {
+    "_block_size_resolved": "True",
     "cache_dtype": "auto",
     "enable_prefix_caching": "True",
     "gpu_memory_utilization": "0.92",

@@ -248,7 +248,7 @@ async def test_keep_alive_comments() -> None:
         engine.freeze()
         task = group.create_task(send_one(engine.port, capture.request))
         await engine.wait_for(lambda e: e.running == 1)
-        await asyncio.sleep(0.06)
+        await engine.wait_for(lambda e: e.log.requests[0].written_bytes > 250 + 2 * len(b"e\r\n: keep-alive\n\n\r\n"))
         engine.thaw()
         raw = await task
         assert_same_shape(capture, raw)
