@@ -1,24 +1,24 @@
 """What the gateway asks of an engine kind; ``backends/sglang`` and ``backends/vllm`` answer."""
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from backends.json_body import JsonBody
 from backends.lifecycle import CancelPlan
-from backends.types import EngineFacts, ProbeResult, Worker
+from backends.types import EngineFacts, EngineIds, ProbeResult, Worker
 from backends.upstream.base import Headers, UpstreamRequest
 
 
 class Backend(Protocol):
     """One engine kind: its bodies, ids, aborts and metadata. Stateless but for the client it sends with."""
 
-    def engine_ids(self, path: str, base: str, batch_size: int | None) -> list[str]:
+    def engine_ids(self, path: str, base: str, *, batch_size: int | None, samples: int) -> EngineIds:
         """The ids under which the engine runs a request, made from a fresh 32-hex ``base``.
 
         Args:
             path: The engine's route.
             base: Fresh for every attempt.
             batch_size: Number of items of a batch, ``None`` for a single request.
+            samples: Samples for each prompt.
         """
 
     def generation_request(
@@ -26,9 +26,8 @@ class Backend(Protocol):
         worker: Worker,
         path: str,
         body: JsonBody,
-        engine_ids: Sequence[str],
+        ids: EngineIds,
         *,
-        is_batch: bool,
         dp_rank: int | None,
         is_stream: bool,
         headers: Headers,
@@ -39,8 +38,7 @@ class Backend(Protocol):
             worker: Where it goes; supplies the credential.
             path: The engine's route, query included.
             body: The client's body, which is not changed.
-            engine_ids: One id per item of a batch, else exactly one.
-            is_batch: The body holds a batch, so the ids go as a list where the route takes one.
+            ids: What ``engine_ids`` made for it.
             dp_rank: Rank to run on; ``None`` leaves it to the engine.
             is_stream: What to accept: events, or one JSON document.
             headers: The client's headers that may pass.

@@ -39,6 +39,7 @@ class Cause(enum.StrEnum):
     CLIENT_GONE = "client_gone"
     CLIENT_ABORT = "client_abort"
     SHUTDOWN = "shutdown"
+    WORKER_REMOVED = "worker_removed"
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,25 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineIds:
+    """Ids under which an engine runs one request.
+
+    Attributes:
+        sent: As they stand in the engine's answers, perhaps between a prefix and a suffix of the engine's: one, or
+            one for each item of a batch.
+        abortable: As the engine's abort route takes them: one, or one for each item of a batch; none where nothing
+            but closing the connection stops the request.
+        names_items: ``sent`` has one id for each item.
+        has_children: The samples run under ids that the engine makes by itself and shows in its answer.
+    """
+
+    sent: tuple[str, ...]
+    abortable: tuple[str, ...]
+    names_items: bool = False
+    has_children: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class EngineFacts:
     """What an engine says about itself, read once per life of its process.
 
@@ -57,6 +76,7 @@ class EngineFacts:
         version: Release as a tuple of numbers, empty if it could not be read.
         version_text: Release as the engine spells it.
         model_id: Name under which the model is served.
+        models: All names that requests may use: the model's, its aliases, its adapters.
         role: Part in disaggregation.
         dp_size: Number of data-parallel ranks, ``>= 1``.
         page_size: Tokens per block of the KV cache.
@@ -79,3 +99,4 @@ class EngineFacts:
     max_running_requests: int | None = None
     boot_id: str = ""
     weight_version: str | None = None
+    models: tuple[str, ...] = ()

@@ -13,10 +13,12 @@ from fastapi import FastAPI
 from backends.abort_supervisor import AbortSupervisor
 from backends.lifecycle import Cause
 from backends.sglang.backend import SGLangBackend
-from backends.types import EngineKind, Role, Worker
-from backends.upstream.base import Origin
+from backends.types import EngineKind
+from backends.upstream.base import UpstreamClient
 from backends.upstream.h1 import H1Client
-from backends.worker_spec import WorkerSpec, worker_id
+from backends.upstream.httpx_client import HttpxClient
+from backends.upstream.tls import client_context
+from backends.vllm.backend import VLLMBackend
 from gateway.access_log import AccessLog
 from gateway.api.control import control_router
 from gateway.api.health import health_router
@@ -25,12 +27,13 @@ from gateway.api.refusals import install_error_shape
 from gateway.api.workers import workers_router
 from gateway.auth import Keys
 from gateway.data_plane import DataPlane
-from gateway.lifespan import ResumeWaits, WatchTimes, WorkerWatch
-from gateway.live import LiveRequests
+from gateway.fleet_control import FleetControl
+from gateway.lifespan import ResumeWaits, WatchTimes
+from gateway.live import LiveLegs, LiveRequests
 from gateway.metrics import Metrics
 from gateway.services import Limits, Services
 from gateway.settings import Settings, read_key_file, resolve_worker_keys
-from gateway.tasks import OwnedTasks, supervise
+from gateway.tasks import OwnedTasks
 from routers.fleet import Fleet, Member, WorkerState
 from routers.registry import make_policy
 
@@ -49,6 +52,7 @@ class Gateway:
 
     Attributes:
         services: What requests are served with.
+        workers: Adds and removes workers.
         asgi: The ASGI application.
         drained: Set when the drain after ``begin_drain`` is over.
         failed: Name of the service loop whose end made the gateway unusable, ``None`` while all run.
@@ -57,22 +61,43 @@ class Gateway:
     def __init__(self, settings: Settings, access_log: AccessLog) -> None:
         self.settings = settings
         self._access_log = access_log
-        self._client = H1Client(connect_timeout_s=settings.connect_timeout_s)
+        uses_tls = any(spec.url.startswith("https:") for spec in settings.workers)
+        tls = client_context(None, insecure=False) if uses_tls else None  # reading all authorities takes a while
+        self._client: UpstreamClient
+        if settings.upstream_client == "httpx":
+            self._client = HttpxClient(connect_timeout_s=settings.connect_timeout_s, tls=tls)
+        else:
+            self._client = H1Client(connect_timeout_s=settings.connect_timeout_s, tls=tls)
         # Probes and aborts keep to their own connections: they must not wait behind traffic, nor be counted as it.
-        self._control = H1Client(connect_timeout_s=settings.connect_timeout_s)
+        self._control = H1Client(connect_timeout_s=settings.connect_timeout_s, tls=tls)
         self._resumes = ResumeWaits()
-        self._loops = OwnedTasks("service")
         self._drains = OwnedTasks("drain")
         self.drained = asyncio.Event()
         self.failed: str | None = None
+        for spec in settings.workers:
+            resolve_worker_keys(spec)  # a missing variable is told at once
         self.services = self._make_services(settings)
         self.keys = Keys(
             read_key_file(settings.api_key_file) if settings.api_key_file else (),
             read_key_file(settings.admin_api_key_file) if settings.admin_api_key_file else (),
             [ip_network(network) for network in settings.admin_allow],
         )
-        for spec in settings.workers:
-            self.services.fleet.add(self._member(spec))
+        self.workers = FleetControl(
+            fleet=self.services.fleet,
+            backends=self.services.backends,
+            times=WatchTimes(
+                interval_s=settings.health_interval_s,
+                timeout_s=settings.health_timeout_s,
+                backoff_max_s=settings.identify_backoff_max_s,
+            ),
+            live=self.services.live,
+            legs=self.services.legs,
+            metrics=self.services.metrics,
+            keys_of=resolve_worker_keys,
+            on_fatal=self._loop_failed,
+            unhealthy_after=settings.unhealthy_after,
+            healthy_after=settings.healthy_after,
+        )
         self.asgi = DataPlane(self.services, self.keys, self._make_fastapi())
 
     def _make_services(self, settings: Settings) -> Services:
@@ -99,26 +124,18 @@ class Gateway:
             fleet=fleet,
             policy=make_policy(settings.policy, settings.seed),
             client=self._client,
-            backends={EngineKind.SGLANG: SGLangBackend(self._control)},
+            backends={
+                EngineKind.SGLANG: SGLangBackend(self._control),
+                EngineKind.VLLM: VLLMBackend(self._control),
+            },
             aborter=aborter,
             live=live,
-            legs=set(),
+            legs=LiveLegs(),
             metrics=metrics,
             log_access=self._access_log.write,
             clock=time.monotonic,
             wall_clock=time.time,
             new_id=lambda: uuid.uuid4().hex,
-        )
-
-    def _member(self, spec: WorkerSpec) -> Member:
-        api_key, admin_api_key = resolve_worker_keys(spec)
-        worker = Worker(worker_id(spec), spec.url, Origin.from_url(spec.url), api_key, admin_api_key)
-        return Member(
-            worker,
-            pinned_model=spec.model,
-            pinned_role=None if spec.role == "auto" else Role(spec.role),
-            unhealthy_after=self.settings.unhealthy_after,
-            healthy_after=self.settings.healthy_after,
         )
 
     def _worker_changed(self, member: Member) -> None:
@@ -131,20 +148,16 @@ class Gateway:
         app.include_router(health_router(self.services))
         app.include_router(models_router(self.services, self.keys))
         app.include_router(control_router(self.services, self.keys))
-        app.include_router(workers_router(self.services, self.keys, lambda: len(self._drains)))
+        app.include_router(workers_router(self.services, self.keys, self._drain_tasks))
         return app
+
+    def _drain_tasks(self) -> int:
+        return len(self._drains) + self.workers.drain_tasks
 
     @asynccontextmanager
     async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
-        times = WatchTimes(
-            interval_s=self.settings.health_interval_s,
-            timeout_s=self.settings.health_timeout_s,
-            backoff_max_s=self.settings.identify_backoff_max_s,
-        )
-        for member in self.services.fleet:
-            watch = WorkerWatch(member, self.services.backends, times)
-            name = f"watch {member.worker.id}"
-            self._loops.spawn(supervise(name, watch.run, self._loop_failed), name)
+        for spec in self.settings.workers:
+            self.workers.add(spec)
         try:
             yield
         finally:
@@ -180,7 +193,7 @@ class Gateway:
         self.drained.set()
 
     async def _close(self) -> None:
-        await self._loops.aclose()
+        await self.workers.aclose()
         await self._drains.aclose()
         await self.services.aborter.aclose()
         await self._client.aclose()

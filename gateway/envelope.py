@@ -50,6 +50,7 @@ _strings = msgspec.json.Decoder(list[str])
 _items = msgspec.json.Decoder(list[msgspec.Raw])
 _string = msgspec.json.Decoder(str)
 _LIST_OF_LISTS = re.compile(rb"\[\s*\[")
+_LIST_OF_ITEMS = re.compile(rb'\[\s*["\[{]')
 _LINE_BREAK = re.compile(rb"[\r\n\0]")
 _LIST_OF_STRINGS = re.compile(rb'\[\s*"')
 
@@ -245,6 +246,9 @@ def _prompt(body: JsonBody, route: Route) -> tuple[int | None, int]:
         if _LIST_OF_STRINGS.match(text) or _LIST_OF_LISTS.match(text):
             return _count(text), text.count(b",") + 1 if _LIST_OF_LISTS.match(text) else 0
         return None, text.count(b",") + 1 if text.startswith(b"[") else 0
+    if route.dialect is Dialect.EMBEDDINGS:
+        text = body.text("input")
+        return (_count(text) if _LIST_OF_ITEMS.match(text) else None), 0
     return None, 0
 
 

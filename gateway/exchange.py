@@ -126,6 +126,10 @@ class Exchange:
         if self._placed is not None:
             self._cancel(self._placed, cause)
 
+    def is_on(self, worker_id: str) -> bool:
+        """Whether that worker serves the request now; see ``LiveRequest.is_on``."""
+        return self._placed is not None and self._placed.leg.worker.id == worker_id
+
     def abort(self, item_id: str | None) -> str | None:
         """Have the engine stop the request or an item of it; see ``LiveRequest.abort``."""
         placed, envelope = self._placed, self._envelope
@@ -144,7 +148,7 @@ class Exchange:
         plan = placed.leg.backend.cancel_plan(
             placed.facts,
             is_stream=placed.is_stream,
-            has_own_ids=not placed.has_children,
+            has_own_ids=bool(placed.leg.engine_ids),
             is_paused=placed.member.is_paused,
         )
         cancel(placed.leg, cause, plan, self._services.aborter)
@@ -173,7 +177,7 @@ class Exchange:
             self._placed = placed = place(services, self._route, envelope, self._model, failed)
             services.metrics.route_seconds(services.clock() - started)
             self._attempts += 1
-            self._engine_ids += placed.leg.engine_ids
+            self._engine_ids += placed.sent_ids
             self._relay.identify(envelope, placed, self._attempts)
             try:
                 verdict = await self._relay.forward(placed)

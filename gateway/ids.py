@@ -12,6 +12,7 @@ from typing import Protocol
 import orjson
 
 from backends.sse import events
+from backends.types import EngineIds
 
 # Where the engines' answers hold a request's id: first in meta_info, or first in an OpenAI object.
 _META_ID = re.compile(rb'("meta_info":\{"id":")([0-9a-f]{32})"')
@@ -164,20 +165,19 @@ class ChildIds:
         return len(data) - at if at >= 0 else _held_suffix(data, b'"meta_info"')
 
 
-def id_map(
-    engine_ids: Sequence[str], public_id: str, item_ids: Sequence[str], *, has_children: bool, has_one_id: bool
-) -> IdMap:
+def id_map(ids: EngineIds, public_id: str, item_ids: Sequence[str], *, has_one_id: bool) -> IdMap:
     """The map for one leg.
 
     Args:
-        engine_ids: Ids given to the engine.
+        ids: Ids given to the engine.
         public_id: The request's public id.
-        item_ids: Public ids of a batch's items, as many as ``engine_ids``.
-        has_children: The engine runs samples under ids of its own.
+        item_ids: Public ids of a batch's items.
         has_one_id: The answer is one OpenAI object with one id.
     """
-    if has_children:
+    if ids.has_children:
         return ChildIds(public_id, has_one_id=has_one_id)
-    if len(engine_ids) == 1 and len(engine_ids[0]) == _ID_BYTES:
-        return SingleId(engine_ids[0], item_ids[0])
-    return BatchIds(engine_ids, item_ids, public_id)
+    if not ids.names_items:
+        return SingleId(ids.sent[0], public_id)
+    if len(ids.sent) == 1 and len(ids.sent[0]) == _ID_BYTES:
+        return SingleId(ids.sent[0], item_ids[0])
+    return BatchIds(ids.sent, item_ids, public_id)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from backends.base import Backend
 from backends.errors import IdentifyFailed
-from backends.types import EngineKind, ProbeResult, Worker
+from backends.types import EngineFacts, EngineKind, ProbeResult, Worker
 from routers.fleet import Fleet, Member
 
 logger = logging.getLogger("forebay.workers")
@@ -57,9 +57,8 @@ class WorkerWatch:
 
     async def _identify(self) -> None:
         member = self._member
-        backend = self._backends[EngineKind.SGLANG]
         try:
-            facts = await backend.identify(member.worker, self._times.timeout_s)
+            facts = await self._ask()
         except IdentifyFailed as exc:
             if str(exc) != member.detail:
                 logger.warning("worker %s is not usable yet: %s", member.worker.id, exc)
@@ -82,6 +81,19 @@ class WorkerWatch:
             facts.context_tokens,
             "incremental" if facts.incremental_output else "cumulative",
         )
+
+    async def _ask(self) -> EngineFacts:
+        """Ask as the engine kind that was given, or as each kind in turn."""
+        member = self._member
+        kinds = [member.engine] if member.engine is not None else list(self._backends)
+        reasons: list[str] = []
+        for kind in kinds:
+            try:
+                return await self._backends[kind].identify(member.worker, self._times.timeout_s)
+            except IdentifyFailed as exc:
+                if str(exc) not in reasons:
+                    reasons.append(str(exc))
+        raise IdentifyFailed("; ".join(reasons))
 
     def _note_restart(self, boot_id: str) -> None:
         known = self._member.facts

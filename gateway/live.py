@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from typing import Protocol
 
+from backends.leg import Leg
 from backends.lifecycle import Cause
 
 
@@ -12,6 +13,9 @@ class LiveRequest(Protocol):
 
     def stop(self, cause: Cause) -> None:
         """Stop it for ``cause``; returns at once."""
+
+    def is_on(self, worker_id: str) -> bool:
+        """Whether that worker serves it now."""
 
     def abort(self, item_id: str | None) -> str | None:
         """Have the engine stop it, or one item of it, and let the client have what there is.
@@ -76,3 +80,37 @@ class LiveRequests:
                 self._by_id[public_id] = left
             else:
                 self._by_id.pop(public_id, None)
+
+
+class LiveLegs:
+    """The upstream requests that have not ended, those without a client included."""
+
+    def __init__(self) -> None:
+        self._legs: set[Leg] = set()
+        self._waiters: dict[str, list[asyncio.Event]] = {}
+
+    def __len__(self) -> int:
+        """Number of live legs."""
+        return len(self._legs)
+
+    def add(self, leg: Leg) -> None:
+        """A leg has been sent."""
+        self._legs.add(leg)
+
+    def ended(self, leg: Leg) -> None:
+        """A leg has ended."""
+        self._legs.discard(leg)
+        if self._waiters and self._is_idle(leg.worker.id):
+            for waiter in self._waiters.pop(leg.worker.id, ()):
+                waiter.set()
+
+    def _is_idle(self, worker_id: str) -> bool:
+        return not any(leg.worker.id == worker_id for leg in self._legs)
+
+    async def wait_none(self, worker_id: str) -> None:
+        """Wait until no leg is live on that worker."""
+        if self._is_idle(worker_id):
+            return
+        waiter = asyncio.Event()
+        self._waiters.setdefault(worker_id, []).append(waiter)
+        await waiter.wait()

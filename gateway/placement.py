@@ -25,7 +25,7 @@ class Placed:
         overlap_blocks: Prompt blocks cached there, ``None`` if the policy did not look.
         ids: Rewrites the answer's ids.
         is_stream: The engine was asked to stream.
-        has_children: The engine runs the samples under ids of its own.
+        sent_ids: Ids given to the engine.
     """
 
     leg: Leg
@@ -35,7 +35,7 @@ class Placed:
     overlap_blocks: int | None
     ids: IdMap
     is_stream: bool
-    has_children: bool
+    sent_ids: tuple[str, ...]
 
 
 def place(services: Services, route: Route, envelope: Envelope, model: str, failed: set[str]) -> Placed:
@@ -66,20 +66,20 @@ def place(services: Services, route: Route, envelope: Envelope, model: str, fail
     assert member.facts is not None
     facts = member.facts
     backend = services.backends[facts.engine]
-    engine_ids = backend.engine_ids(route.path, services.new_id(), envelope.batch_size)
+    engine_ids = backend.engine_ids(
+        route.path, services.new_id(), batch_size=envelope.batch_size, samples=envelope.samples
+    )
     blocks = -(-envelope.prompt_tokens // facts.page_size)
     booking = choice.candidate.load.book(
         requests=envelope.sequences, blocks=blocks, prefill_tokens=envelope.prompt_tokens
     )
     dp_rank = key.dp_rank if facts.dp_size > 1 else None
-    has_children = envelope.samples > 1
     try:
         request = backend.generation_request(
             member.worker,
             route.path,
             envelope.body,
             engine_ids,
-            is_batch=envelope.batch_size is not None,
             dp_rank=dp_rank,
             is_stream=envelope.is_stream,
             headers=envelope.headers,
@@ -91,17 +91,16 @@ def place(services: Services, route: Route, envelope: Envelope, model: str, fail
     leg = Leg(
         worker=member.worker,
         backend=backend,
-        engine_ids=engine_ids,
+        engine_ids=engine_ids.abortable,
         call=call,
         booking=booking,
-        on_end=services.legs.discard,
+        on_end=services.legs.ended,
     )
     services.legs.add(leg)
     ids = id_map(
         engine_ids,
         envelope.public_id,
         envelope.item_ids,
-        has_children=has_children,
         has_one_id=route.dialect is not Dialect.NATIVE and not envelope.is_stream,
     )
-    return Placed(leg, member, facts, dp_rank, choice.overlap_blocks, ids, envelope.is_stream, has_children)
+    return Placed(leg, member, facts, dp_rank, choice.overlap_blocks, ids, envelope.is_stream, engine_ids.sent)

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 
 from backends.abort_supervisor import AbortSupervisor
 from backends.base import Backend
-from backends.leg import Leg
 from backends.types import EngineKind
 from backends.upstream.base import UpstreamClient
 from gateway.access_log import AccessRecord
-from gateway.live import LiveRequests
+from gateway.live import LiveLegs, LiveRequests
 from gateway.metrics import Metrics
 from routers.base import Router
 from routers.fleet import Fleet
@@ -60,7 +59,7 @@ class Services:
     backends: dict[EngineKind, Backend]
     aborter: AbortSupervisor
     live: LiveRequests
-    legs: set[Leg]
+    legs: LiveLegs
     metrics: Metrics
     log_access: Callable[[AccessRecord], None]
     clock: Callable[[], float]

@@ -8,7 +8,7 @@ import enum
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from backends.types import EngineFacts, ProbeResult, Role, Worker
+from backends.types import EngineFacts, EngineKind, ProbeResult, Role, Worker
 from routers.errors import ModelRequired, NoReadyWorker, NoSuchRank, UnknownModel
 from routers.load import RankLoad
 from routers.types import Candidate, RankKey
@@ -29,6 +29,7 @@ class Member:
 
     Attributes:
         worker: Address and credentials.
+        engine: Engine kind given by the operator, ``None`` to ask.
         pinned_model: Model name given by the operator, which wins over the engine's.
         pinned_role: Role given by the operator, which wins over the engine's.
         facts: What the engine said of itself; kept over failures, so that its model stays known.
@@ -44,6 +45,7 @@ class Member:
         "_successes",
         "_unhealthy_after",
         "detail",
+        "engine",
         "facts",
         "is_identified",
         "is_paused",
@@ -59,12 +61,14 @@ class Member:
         self,
         worker: Worker,
         *,
+        engine: EngineKind | None = None,
         pinned_model: str | None = None,
         pinned_role: Role | None = None,
         unhealthy_after: int = 3,
         healthy_after: int = 2,
     ) -> None:
         self.worker: Final = worker
+        self.engine: Final = engine
         self.pinned_model = pinned_model
         self.pinned_role = pinned_role
         self.facts: EngineFacts | None = None
@@ -107,6 +111,13 @@ class Member:
     def model_id(self) -> str | None:
         """Name of the model, ``None`` while it is unknown."""
         return self.pinned_model or (self.facts.model_id if self.facts else None)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names that requests may use for what it serves, aliases and adapters included."""
+        if self.model_id is None:
+            return ()
+        return tuple(dict.fromkeys((self.model_id, *(self.facts.models if self.facts else ()))))
 
     @property
     def role(self) -> Role:
@@ -214,26 +225,32 @@ class Fleet:
         member.on_change = self._changed
         self._changed(member)
 
+    def remove(self, worker_id: str) -> None:
+        """Forget a worker."""
+        member = self._members.pop(worker_id)
+        self._changed(member)
+
     def _changed(self, member: Member) -> None:
         ready: dict[str, list[Candidate]] = {}
         for other in self:
-            if other.state is WorkerState.READY and other.role is Role.REGULAR and other.model_id is not None:
-                ready.setdefault(other.model_id, []).extend(
-                    Candidate(RankKey(other.worker.id, rank), other.load_of(rank)) for rank in range(other.dp_size)
-                )
+            if other.state is not WorkerState.READY or other.role is not Role.REGULAR:
+                continue
+            ranks = [Candidate(RankKey(other.worker.id, rank), other.load_of(rank)) for rank in range(other.dp_size)]
+            for name in other.names:
+                ready.setdefault(name, []).extend(ranks)
         self._ready = {model: tuple(candidates) for model, candidates in ready.items()}
         self._on_change(member)
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Names of all models that any worker serves or has served."""
-        return tuple(dict.fromkeys(member.model_id for member in self if member.model_id is not None))
+        """Names of all models that any worker serves or has served, aliases and adapters included."""
+        return tuple(dict.fromkeys(name for member in self for name in member.names))
 
     def model_of(self, requested: str | None) -> str:
         """The pool that serves a request.
 
         Args:
-            requested: The request's ``model``; ``base:adapter`` names match their base.
+            requested: The request's ``model``; of ``base:adapter`` the workers that have the adapter, else the base.
 
         Raises:
             ModelRequired: None given, and there are several.
@@ -244,7 +261,7 @@ class Fleet:
         if not models:
             raise NoReadyWorker("no worker has been reached yet" if len(self) else "there are no workers")
         if requested is None:
-            if len(models) > 1:
+            if len({member.model_id for member in self if member.model_id is not None}) > 1:
                 raise ModelRequired("several models are served here, so the request must name one in 'model'")
             return models[0]
         if requested in models:
@@ -253,7 +270,8 @@ class Fleet:
         while ":" in base:  # the names of models may hold colons too, so the longest one that is served counts
             base = base.rpartition(":")[0]
             if base in models:
-                return base
+                adapter = requested[len(base) + 1 :]
+                return adapter if adapter in models else base
         raise UnknownModel(f"the model {requested!r} is not served here")
 
     def candidates(self, model: str) -> tuple[Candidate, ...]:
@@ -265,7 +283,7 @@ class Fleet:
         ready = self._ready.get(model)
         if ready:
             return ready
-        states = sorted({self.reason(member) for member in self if member.model_id == model})
+        states = sorted({self.reason(member) for member in self if model in member.names})
         raise NoReadyWorker(f"no worker for the model {model!r} is ready ({', '.join(states) or 'none left'})")
 
     def has_ready(self, model: str) -> bool:
@@ -280,7 +298,7 @@ class Fleet:
 
     def valid_ranks(self, model: str) -> int:
         """Largest number of ranks that any worker of ``model`` has."""
-        return max((member.dp_size for member in self if member.model_id == model), default=0)
+        return max((member.dp_size for member in self if model in member.names), default=0)
 
     def pinned(
         self, candidates: tuple[Candidate, ...], model: str, dp_rank: int | None, worker_id: str | None
@@ -296,7 +314,7 @@ class Fleet:
             member = self._members.get(worker_id)
             if member is None:
                 raise NoSuchRank(f"there is no worker {worker_id!r}", "x-forebay-worker")
-            if member.model_id not in (model, None):
+            if member.names and model not in member.names:
                 raise NoSuchRank(f"the worker {worker_id!r} does not serve {model!r}", "x-forebay-worker")
             ranks = member.dp_size
             candidates = tuple(c for c in candidates if c.key.worker_id == worker_id)

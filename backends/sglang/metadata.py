@@ -4,11 +4,10 @@ Pure. ``/server_info`` is the dump of every server argument and may hold the eng
 are decoded, and the body goes nowhere else.
 """
 
-import re
-
 import msgspec
 
 from backends.types import EngineFacts, EngineKind, Role
+from backends.versions import parse_version
 
 
 class _ModelInfo(msgspec.Struct):
@@ -65,12 +64,6 @@ _ROLES = {
 }
 
 
-def parse_version(text: str) -> tuple[int, ...]:
-    """Leading numbers of a release name: ``0.5.23.post1`` gives ``(0, 5, 23)``; ``()`` if there are none."""
-    match = re.match(r"\d{1,9}(?:\.\d{1,9})*", text)
-    return tuple(int(part) for part in match[0].split(".")) if match else ()
-
-
 def facts_from(model_info: bytes, server_info: bytes, models: bytes) -> EngineFacts:
     """Decode the three bodies.
 
@@ -107,6 +100,7 @@ def facts_from(model_info: bytes, server_info: bytes, models: bytes) -> EngineFa
         max_running_requests=_max_running(server, dp_size),
         boot_id="" if server.random_seed is None else str(server.random_seed),
         weight_version=model.weight_version,
+        models=tuple(item.id for item in served.data),
     )
 
 

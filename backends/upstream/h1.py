@@ -91,10 +91,12 @@ class H1Client:
 
     async def _connect(self, call: H1Call) -> None:
         origin = call.origin
+        connection = H1Connection(self, origin)
+        is_kept = False
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                _, connection = await self.loop.create_connection(
-                    lambda: H1Connection(self, origin),
+                await self.loop.create_connection(
+                    lambda: connection,
                     origin.host,
                     origin.port,
                     ssl=self._tls_context() if origin.scheme == "https" else None,
@@ -104,10 +106,15 @@ class H1Client:
         except (OSError, ValueError) as exc:  # names that cannot be names are ValueErrors
             call.fail(ConnectFailed(f"cannot connect to {origin.authority}: {exc}"))
         else:
+            is_kept = True
             if call.is_closed:
                 self.release(origin, connection)
             else:
                 call.attach(connection)
+        finally:
+            if not is_kept:
+                self.connection_closed(connection)  # uvloop may close the socket without telling the protocol
+                connection.abandon()
 
     def _tls_context(self) -> ssl.SSLContext:
         if self._tls is None:

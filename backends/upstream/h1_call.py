@@ -88,7 +88,7 @@ class H1Call:
     @property
     def is_complete(self) -> bool:
         """True once the whole answer has arrived and been read."""
-        return self._finished and not self._parts
+        return self._finished and not self._parts and self._error is None
 
     @property
     def is_over(self) -> bool:

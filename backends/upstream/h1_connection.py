@@ -1,6 +1,7 @@
 """One HTTP/1.1 connection to a worker: ``httptools`` on ``asyncio.Protocol``."""
 
 import asyncio
+import select
 from typing import Any, Protocol, cast
 
 import httptools
@@ -40,6 +41,7 @@ class H1Connection(asyncio.Protocol):
         "_headers",
         "_is_paused",
         "_parser",
+        "_poll",
         "_pool",
         "_served",
         "_status",
@@ -53,6 +55,7 @@ class H1Connection(asyncio.Protocol):
         self.origin = origin
         self._transport: asyncio.Transport | None = None
         self._parser: Any = None
+        self._poll: select.poll | None = None
         self._call: H1Call | None = None
         self._served = 0
         self._is_paused = False
@@ -81,8 +84,14 @@ class H1Connection(asyncio.Protocol):
             self._transport.writelines([call.wire_head, *body])
 
     def is_usable(self) -> bool:
-        """False once either side has begun to close."""
-        return self._transport is not None and not self._transport.is_closing()
+        """False once either side has begun to close, or the worker has sent what nobody asked for.
+
+        The kernel may hold a stray answer, or the end of the connection, that the loop has not read yet; the next
+        request must not get that for its own.
+        """
+        if self._transport is None or self._transport.is_closing():
+            return False
+        return self._poll is None or not self._poll.poll(0)
 
     def abandon(self) -> None:
         """The call gave up inside its answer: nothing else can be carried, so close without waiting."""
@@ -115,6 +124,9 @@ class H1Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport (asyncio callback)."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transports do not inherit from it
+        if self.origin.scheme == "http" and hasattr(select, "poll"):
+            self._poll = select.poll()
+            self._poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
         self._pool.connection_opened(self)
 
     def data_received(self, data: bytes) -> None:

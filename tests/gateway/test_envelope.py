@@ -214,7 +214,10 @@ def test_header_id() -> None:
         pytest.param({"prompt": [1, 2, 3]}, COMPLETIONS, None, 3, id="prompt as ids"),
         pytest.param({"prompt": [[1, 2], [3, 4, 5]]}, COMPLETIONS, 2, 5, id="prompts as ids"),
         pytest.param({"messages": [{"role": "user", "content": "a"}], "text": ["a", "b"]}, CHAT, None, 0, id="chat"),
-        pytest.param({"input": ["a", "b"]}, EMBEDDINGS, None, 0, id="embeddings route"),
+        pytest.param({"input": "a"}, EMBEDDINGS, None, 0, id="one text to embed"),
+        pytest.param({"input": [1, 2]}, EMBEDDINGS, None, 0, id="ids to embed"),
+        pytest.param({"input": ["a", "b"]}, EMBEDDINGS, 2, 0, id="texts to embed"),
+        pytest.param({"input": [[1], [2], [3]]}, EMBEDDINGS, 3, 0, id="lists of ids to embed"),
     ],
 )
 def test_prompts(body: dict[str, Any] | bytes, path: str, batch_size: int | None, prompt_tokens: int) -> None:

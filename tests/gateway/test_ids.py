@@ -9,6 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from backends.sse import EventCutter
+from backends.types import EngineIds
 from gateway.answer import BodyAnswer
 from gateway.ids import BatchIds, ChildIds, IdMap, SingleId, id_map, json_inner
 from tests.fakes.replay_engine import captured_answer
@@ -95,18 +96,18 @@ def test_whether_the_length_stays(ids: IdMap, keeps: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine_ids", "items", "has_children", "kind"),
+    ("ids", "items", "kind"),
     [
-        ([ENGINE], ["p"], False, SingleId),
-        ([ENGINE], ["p"], True, ChildIds),
-        (ITEMS, ITEMS, False, BatchIds),
-        (ITEMS[:1], ["p_0"], False, SingleId),
-        (NAMED[:1], ["p_0"], False, BatchIds),
-        (ITEMS, ITEMS, True, ChildIds),
+        (EngineIds((ENGINE,), ()), ["p"], SingleId),
+        (EngineIds((ENGINE,), ()), ["p_0", "p_1"], SingleId),
+        (EngineIds((ENGINE,), (), has_children=True), ["p"], ChildIds),
+        (EngineIds(tuple(ITEMS), (), names_items=True), ITEMS, BatchIds),
+        (EngineIds(tuple(ITEMS[:1]), (), names_items=True), ["p_0"], SingleId),
+        (EngineIds(tuple(NAMED[:1]), (), names_items=True), ["p_0"], BatchIds),
     ],
 )
-def test_the_map_for_a_leg(engine_ids: list[str], items: list[str], has_children: bool, kind: type) -> None:
-    assert type(id_map(engine_ids, "p", items, has_children=has_children, has_one_id=False)) is kind
+def test_the_map_for_a_leg(ids: EngineIds, items: list[str], kind: type) -> None:
+    assert type(id_map(ids, "p", items, has_one_id=False)) is kind
 
 
 def test_as_many_public_ids_as_engine_ids() -> None:

@@ -12,7 +12,7 @@ from backends.errors import IdentifyFailed
 from backends.json_body import JsonBody
 from backends.lifecycle import CancelPlan
 from backends.sglang.backend import SGLangBackend
-from backends.types import EngineFacts, EngineKind, ProbeResult, Role, Worker
+from backends.types import EngineFacts, EngineIds, EngineKind, ProbeResult, Role, Worker
 from backends.upstream.base import Headers, Origin, UpstreamRequest
 from backends.upstream.h1 import H1Client
 from tests.fakes.raw_server import Connection, RawServer, Script, answer, raw_server
@@ -52,11 +52,26 @@ def backend(client: H1Client) -> SGLangBackend:
     ],
 )
 async def test_engine_ids(path: str, batch_size: int | None, ids: list[str], backend: SGLangBackend) -> None:
-    assert backend.engine_ids(path, BASE, batch_size) == ids
+    found = backend.engine_ids(path, BASE, batch_size=batch_size, samples=1)
+    assert found.sent == found.abortable == tuple(ids)
+    assert found.names_items is (batch_size is not None)
+
+
+@pytest.mark.parametrize(
+    ("path", "samples", "ids"),
+    [
+        pytest.param("/generate", 2, EngineIds((BASE,), (), has_children=True), id="samples get ids of their own"),
+        pytest.param("/v1/chat/completions", 3, EngineIds((BASE,), (), has_children=True), id="choices too"),
+        pytest.param("/v1/responses", 1, EngineIds((BASE,), ("resp_" + BASE,)), id="responses"),
+        pytest.param("/v1/messages", 1, EngineIds((BASE,), ()), id="a route that takes no id"),
+    ],
+)
+async def test_ids_that_cannot_be_chosen(path: str, samples: int, ids: EngineIds, backend: SGLangBackend) -> None:
+    assert backend.engine_ids(path, BASE, batch_size=None, samples=samples) == ids
 
 
 async def test_s2_15_batch_ids_have_one_length_and_are_no_prefixes(backend: SGLangBackend) -> None:
-    ids = backend.engine_ids("/generate", BASE, 300)
+    ids = backend.engine_ids("/generate", BASE, batch_size=300, samples=1).sent
     assert len(set(ids)) == 300
     assert all(re.fullmatch("[0-9a-f]{32}", one) for one in ids)
 
@@ -70,8 +85,7 @@ def sent(
         WORKER,
         path,
         JsonBody.parse(raw),
-        backend.engine_ids(path, BASE, batch_size),
-        is_batch=batch_size is not None,
+        backend.engine_ids(path, BASE, batch_size=batch_size, samples=1),
         **options,  # type: ignore[arg-type]
     )
 
@@ -89,6 +103,12 @@ def sent(
                      id="batch"),
         pytest.param("/v1/completions", b'{"prompt":["a","b"],"rid":["x","y"]}', 2, {},
                      b'{"prompt":["a","b"],"rid":"%b"}' % BASE.encode(), id="batch, the engine names items"),
+        pytest.param("/v1/embeddings", b'{"input":["a","b"]}', 2, {},
+                     b'{"input":["a","b"],"rid":["%b00000000","%b00000001"]}' % ((BASE[:24].encode(),) * 2),
+                     id="a batch of embeddings takes a list only"),
+        pytest.param("/v1/responses", b'{"input":"a"}', None, {},
+                     b'{"input":"a","request_id":"resp_%b"}' % BASE.encode(), id="responses"),
+        pytest.param("/v1/messages", b'{"messages":[]}', None, {"dp_rank": 1}, b'{"messages":[]}', id="no id taken"),
         pytest.param("/v1/completions", b'{"prompt":["a"]}', 1, {"dp_rank": 0},
                      b'{"prompt":["a"],"rid":"%b","routed_dp_rank":0}' % BASE.encode(), id="batch of one"),
     ],
@@ -108,7 +128,13 @@ async def test_headers(backend: SGLangBackend) -> None:
     assert unary.headers == [*passed, (b"accept", b"application/json")]
     assert stream.headers == [*passed, (b"accept", b"text/event-stream")]
     keyed = backend.generation_request(
-        KEYED, "/generate", JsonBody.parse(b"{}"), [BASE], is_batch=False, dp_rank=None, is_stream=False, headers=[]
+        KEYED,
+        "/generate",
+        JsonBody.parse(b"{}"),
+        EngineIds((BASE,), (BASE,)),
+        dp_rank=None,
+        is_stream=False,
+        headers=[],
     )
     assert keyed.headers[-1] == (b"authorization", b"Bearer key")
 
@@ -144,8 +170,7 @@ def test_a2_14_extras_reach_the_engine(extras: dict[str, object]) -> None:
         WORKER,
         "/generate",
         JsonBody.parse(orjson.dumps(extras)),
-        [BASE],
-        is_batch=False,
+        EngineIds((BASE,), (BASE,)),
         dp_rank=None,
         is_stream=False,
         headers=[],

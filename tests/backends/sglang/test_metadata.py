@@ -47,6 +47,7 @@ def test_captured_metadata(model_info: str, server_info: str, expected: dict[str
         "page_size": 4,
         "context_tokens": 2048,
         "weight_version": "default",
+        "models": ("model",),
     }
     assert facts_from(captured(model_info), captured(server_info), MODELS) == EngineFacts(**{**common, **expected})
 

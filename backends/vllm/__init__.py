@@ -1,0 +1,1 @@
+"""vLLM: headers, ids, aborts and metadata."""

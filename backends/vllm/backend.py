@@ -1,0 +1,107 @@
+"""The vLLM backend: ids by header, aborts by engine-side id, metadata and health."""
+
+import asyncio
+
+import msgspec
+import orjson
+
+from backends.control import bearer, get_body, get_status
+from backends.errors import CallEnded, IdentifyFailed, UpstreamError
+from backends.json_body import JsonBody
+from backends.lifecycle import CancelPlan
+from backends.types import EngineFacts, EngineIds, ProbeResult, Worker
+from backends.upstream.base import Headers, UpstreamClient, UpstreamRequest
+from backends.vllm.metadata import facts_from
+
+# What the engine puts in front of the id that it was given, by route. Its abort route takes the whole.
+_PREFIXES = {
+    "/v1/chat/completions": "chatcmpl-",
+    "/v1/completions": "cmpl-",
+    "/inference/v1/generate": "generate-tokens-",
+}
+
+
+class VLLMBackend:
+    """Speaks vLLM's HTTP interface; see ``Backend`` for what each method promises.
+
+    Args:
+        client: Used for control calls; the data plane sends what ``generation_request`` builds by itself.
+    """
+
+    def __init__(self, client: UpstreamClient) -> None:
+        self._client = client
+
+    def engine_ids(self, path: str, base: str, *, batch_size: int | None, samples: int) -> EngineIds:
+        """One id for the whole request; aborts of completions name each prompt, and samples go with their prompt."""
+        del samples
+        route = path.partition("?")[0]
+        prefix = _PREFIXES.get(route)
+        if prefix is None:
+            return EngineIds((base,), ())
+        if route == "/v1/completions":
+            return EngineIds((base,), tuple(f"{prefix}{base}-{index}" for index in range(batch_size or 1)))
+        return EngineIds((base,), (prefix + base,))
+
+    def generation_request(
+        self,
+        worker: Worker,
+        path: str,
+        body: JsonBody,
+        ids: EngineIds,
+        *,
+        dp_rank: int | None,
+        is_stream: bool,
+        headers: Headers,
+    ) -> UpstreamRequest:
+        """Build the request of one leg: the client's bytes as they are, id and rank in headers."""
+        sent = [
+            *headers,
+            (b"accept", b"text/event-stream" if is_stream else b"application/json"),
+            (b"x-request-id", ids.sent[0].encode()),
+        ]
+        if dp_rank is not None:
+            sent.append((b"x-data-parallel-rank", b"%d" % dp_rank))
+        return UpstreamRequest("POST", path, [*sent, *bearer(worker.api_key)], [body.raw])
+
+    def cancel_plan(self, facts: EngineFacts, *, is_stream: bool, has_own_ids: bool, is_paused: bool) -> CancelPlan:
+        """Closing stops streams and unary calls alike, at once."""
+        del facts, is_stream, has_own_ids, is_paused
+        return CancelPlan.CLOSE
+
+    def abort_request(self, worker: Worker, engine_id: str) -> UpstreamRequest:
+        """Build ``POST /inference/v1/abort_requests`` for one id; the route is there with ``--enable-scale-out``.
+
+        Raises:
+            ValueError: The id is empty.
+        """
+        if not engine_id:
+            raise ValueError("an abort needs an id")
+        return UpstreamRequest(
+            "POST",
+            "/inference/v1/abort_requests",
+            [(b"content-type", b"application/json"), *bearer(worker.api_key)],
+            [orjson.dumps({"request_ids": [engine_id]})],
+        )
+
+    async def identify(self, worker: Worker, timeout_s: float) -> EngineFacts:
+        """Read ``/version``, ``/v1/models`` and ``/metrics``.
+
+        Raises:
+            IdentifyFailed: See the message.
+        """
+        version = await get_body(self._client, worker, ("/version",), timeout_s)
+        models = await get_body(self._client, worker, ("/v1/models",), timeout_s)
+        metrics = await get_body(self._client, worker, ("/metrics",), timeout_s)
+        try:
+            return facts_from(models, version, metrics)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
+            raise IdentifyFailed(f"the engine's metadata is not as expected: {exc}") from exc
+
+    async def probe(self, worker: Worker, timeout_s: float) -> ProbeResult:
+        """Ask ``/health``, which generates nothing."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                status = await get_status(self._client, worker, "/health")
+        except (UpstreamError, CallEnded, TimeoutError):
+            return ProbeResult.FAILED
+        return ProbeResult.UP if status == 200 else ProbeResult.FAILED

@@ -1,0 +1,59 @@
+"""vLLM's metadata: ``/v1/models``, ``/version`` and ``/metrics`` to ``EngineFacts``.
+
+Pure. There is no route that states the engine's configuration, but ``vllm:cache_config_info`` has one sample for each
+data-parallel rank, and the process's start time tells one life of it from the next.
+"""
+
+import re
+
+import msgspec
+
+from backends.types import EngineFacts, EngineKind
+from backends.versions import parse_version
+
+_CACHE_CONFIG = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_STARTED = re.compile(r"^process_start_time_seconds\s+(\S+)", re.MULTILINE)
+
+
+class _Model(msgspec.Struct):
+    id: str
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model] = []
+
+
+class _Version(msgspec.Struct):
+    version: str = ""
+
+
+def facts_from(models: bytes, version: bytes, metrics: bytes) -> EngineFacts:
+    """Decode the three bodies.
+
+    Raises:
+        msgspec.DecodeError: A body is not as the engine documents, or names no model.
+    """
+    served = msgspec.json.decode(models, type=_Models).data
+    text = msgspec.json.decode(version, type=_Version).version
+    if not served:
+        raise msgspec.ValidationError("/v1/models lists no model")
+    base = next((model for model in served if model.parent is None), served[0])
+    page = metrics.decode("utf-8", "replace")
+    ranks = [dict(_LABEL.findall(labels)) for labels in _CACHE_CONFIG.findall(page)]
+    sizes = [int(labels["block_size"]) for labels in ranks if labels.get("block_size", "").isdigit()]
+    started = _STARTED.search(page)
+    return EngineFacts(
+        engine=EngineKind.VLLM,
+        version=parse_version(text),
+        version_text=text,
+        model_id=base.id,
+        models=tuple(model.id for model in served),
+        dp_size=max(len({labels.get("engine", "0") for labels in ranks}), 1),
+        page_size=sizes[0] if sizes else 16,
+        context_tokens=base.max_model_len,
+        incremental_output=True,
+        boot_id=started[1] if started else "",
+    )
