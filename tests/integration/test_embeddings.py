@@ -1,5 +1,7 @@
 """Embeddings: the engine takes ids of a batch as a list only."""
 
+import json
+
 from simulator.options import EngineOptions
 from simulator.server import SimulatedEngine
 from tests.fakes.running import running_gateway
@@ -16,8 +18,9 @@ async def test_single_texts_and_batches_get_their_vectors() -> None:
             assert (one.status, len(one.json()["data"])) == (200, 1)
             assert (two.status, len(two.json()["data"])) == (200, 2)
             assert two.headers["x-request-id"] == "r"
-            rids = [entry.rids for entry in engine.log.requests_to("/v1/embeddings")]
-            assert [len(ids) for ids in rids] == [1, 2]
-            assert all(len(rid) == 32 for ids in rids for rid in ids)
+            first, second = (json.loads(entry.body)["rid"] for entry in engine.log.requests_to("/v1/embeddings"))
+            assert isinstance(first, str)
+            assert isinstance(second, list)
+            assert [len(rid) for rid in (first, *second)] == [32, 32, 32]
     finally:
         await engine.stop()
