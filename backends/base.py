@@ -1,11 +1,15 @@
 """What the gateway asks of an engine kind; ``backends/sglang`` and ``backends/vllm`` answer."""
 
-from typing import Protocol
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final, Protocol
 
 from backends.json_body import JsonBody
 from backends.lifecycle import CancelPlan
 from backends.types import EngineFacts, EngineIds, ProbeResult, Worker
 from backends.upstream.base import Headers, UpstreamRequest
+
+NO_CHANGES: Final[Mapping[str, bytes]] = MappingProxyType({})
 
 
 class Backend(Protocol):
@@ -31,6 +35,7 @@ class Backend(Protocol):
         dp_rank: int | None,
         is_stream: bool,
         headers: Headers,
+        changes: Mapping[str, bytes] = NO_CHANGES,
     ) -> UpstreamRequest:
         """Build the request of one leg.
 
@@ -42,6 +47,7 @@ class Backend(Protocol):
             dp_rank: Rank to run on; ``None`` leaves it to the engine.
             is_stream: What to accept: events, or one JSON document.
             headers: The client's headers that may pass.
+            changes: JSON of further fields to set in the body.
         """
 
     def cancel_plan(self, facts: EngineFacts, *, is_stream: bool, has_own_ids: bool, is_paused: bool) -> CancelPlan:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from backends.sse import DONE_DATA, EventCutter, data_of, events
+from backends.sse import DONE_DATA, EventCutter, data_of, events, name_of
 from backends.upstream.base import AnswerHead, Headers
 from gateway.errors import MAX_ENGINE_TEXT_CHARS, EngineRefused, ErrorReport, engine_failure
 from gateway.ids import IdMap
@@ -34,11 +34,14 @@ HOP_BY_HOP = frozenset(
 NOT_PASSED = HOP_BY_HOP | {b"server", b"date", b"x-request-id", b"content-length"}
 
 _TOKENS = re.compile(rb'"(prompt|completion|cached)_tokens":(\d{1,18})')
+# The same, with the names that /v1/responses and /v1/messages use.
+_USAGE = re.compile(rb'"(prompt|completion|cached|input|output)_tokens":(\d{1,18})')
 _COUNT = b'_tokens":'
 _COUNT_NAMES = (b'"prompt', b'"completion', b'"cached')
 # Sums over a whole OpenAI answer, which may hold the counts of its parts before.
 _SUMS = b'"usage":{'
 _ABORT = (b'"type":"abort"', b'"finish_reason":"abort"')
+_FAILED_EVENTS = frozenset({b"error", b"response.failed"})
 _ERROR_EVENT = b'data: {"error"'
 # Longer than anything that is looked for in an answer that comes in pieces.
 _TAIL_BYTES = 64
@@ -114,9 +117,10 @@ def usage_of(texts: Iterable[bytes]) -> Usage:
     """Sum the token counts in the given pieces of JSON: one object, or the items of a batch."""
     found: dict[bytes, int] = {}
     for text in texts:
-        for name, count in _TOKENS.findall(text):
+        for name, count in _USAGE.findall(text):
             found[name] = found.get(name, 0) + int(count)
-    return Usage(found.get(b"prompt"), found.get(b"completion"), found.get(b"cached"))
+    prompt, completion = found.get(b"prompt", found.get(b"input")), found.get(b"completion", found.get(b"output"))
+    return Usage(prompt, completion, found.get(b"cached"))
 
 
 def refusal_in(event_data: bytes) -> EngineRefused | None:
@@ -172,12 +176,23 @@ class StreamAnswer:
     Args:
         ids: Replaces engine ids.
         max_event_bytes: Bound of one event.
-        was_aborted: Told at the end whether this side asked the engine to stop.
+        last_events: Names of the events that end a stream; where there are none, ``[DONE]`` ends it.
     """
 
-    __slots__ = ("_abort_block", "_cutter", "_error_block", "_ids", "_last", "_saw_done", "bytes_in", "events_seen")
+    __slots__ = (
+        "_abort_block",
+        "_cutter",
+        "_error_block",
+        "_ids",
+        "_last",
+        "_last_events",
+        "_saw_done",
+        "bytes_in",
+        "events_seen",
+    )
 
-    def __init__(self, ids: IdMap, max_event_bytes: int) -> None:
+    def __init__(self, ids: IdMap, max_event_bytes: int, last_events: frozenset[bytes] = frozenset()) -> None:
+        self._last_events = last_events
         self._ids = ids
         self._cutter = EventCutter(max_event_bytes)
         self._last = b""
@@ -227,6 +242,8 @@ class StreamAnswer:
             if payload and payload != DONE_DATA:
                 last = payload
         usage = usage_of([last[-_LOOK_AT_BYTES:]])
+        if self._last_events:
+            return self._named_verdict(usage, last)
         if self._error_block:
             return Verdict(Outcome.ENGINE_ERROR, self._saw_done, usage, _error_message(self._error_block))
         if not self._saw_done:
@@ -235,6 +252,16 @@ class StreamAnswer:
             return Verdict(_abort_outcome(self._abort_block), True, usage)
         if not last and was_aborted:
             return Verdict(Outcome.ABORTED, True, usage)
+        return Verdict(Outcome.COMPLETE, True, usage)
+
+    def _named_verdict(self, usage: Usage, last: bytes) -> Verdict:
+        """The verdict by the name of the last event that has data."""
+        names = [name_of(event) for event in events(self._last) if data_of(event) not in (b"", DONE_DATA)]
+        name = names[-1] if names else b""
+        if name not in self._last_events:
+            return Verdict(Outcome.TRUNCATED, False, usage, "the engine's stream ended without its last event")
+        if name in _FAILED_EVENTS:
+            return Verdict(Outcome.ENGINE_ERROR, True, usage, engine_message(last))
         return Verdict(Outcome.COMPLETE, True, usage)
 
 

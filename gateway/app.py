@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
+import os
 import time
-import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from ipaddress import ip_network
@@ -11,9 +11,11 @@ from ipaddress import ip_network
 from fastapi import FastAPI
 
 from backends.abort_supervisor import AbortSupervisor
+from backends.control import get_status
+from backends.errors import UpstreamError
 from backends.lifecycle import Cause
 from backends.sglang.backend import SGLangBackend
-from backends.types import EngineKind
+from backends.types import EngineKind, Worker
 from backends.upstream.base import UpstreamClient
 from backends.upstream.h1 import H1Client
 from backends.upstream.httpx_client import HttpxClient
@@ -21,6 +23,7 @@ from backends.upstream.tls import client_context
 from backends.vllm.backend import VLLMBackend
 from gateway.access_log import AccessLog
 from gateway.api.control import control_router
+from gateway.api.fleet import fleet_router
 from gateway.api.health import health_router
 from gateway.api.models import models_router
 from gateway.api.refusals import install_error_shape
@@ -32,7 +35,7 @@ from gateway.lifespan import ResumeWaits, WatchTimes
 from gateway.live import LiveLegs, LiveRequests
 from gateway.metrics import Metrics
 from gateway.services import Limits, Services
-from gateway.settings import Settings, read_key_file, resolve_worker_keys
+from gateway.settings import Settings, SettingsError, read_config_workers, read_key_file, resolve_worker_keys
 from gateway.tasks import OwnedTasks
 from routers.fleet import Fleet, Member, WorkerState
 from routers.registry import make_policy
@@ -97,7 +100,10 @@ class Gateway:
             on_fatal=self._loop_failed,
             unhealthy_after=settings.unhealthy_after,
             healthy_after=settings.healthy_after,
+            breaker_failures=settings.breaker_failures,
+            breaker_open_s=settings.breaker_open_s,
         )
+        self._file_workers = settings.workers
         self.asgi = DataPlane(self.services, self.keys, self._make_fastapi())
 
     def _make_services(self, settings: Settings) -> Services:
@@ -120,6 +126,8 @@ class Gateway:
                 max_response_bytes=settings.max_response_bytes,
                 max_attempts=settings.max_attempts,
                 sse_done_after_error=settings.sse_done_after_error,
+                sse_keepalive_s=settings.sse_keepalive_s,
+                folds_unary=settings.upstream_mode == "incremental",
             ),
             fleet=fleet,
             policy=make_policy(settings.policy, settings.seed),
@@ -135,8 +143,18 @@ class Gateway:
             log_access=self._access_log.write,
             clock=time.monotonic,
             wall_clock=time.time,
-            new_id=lambda: uuid.uuid4().hex,
+            is_alive=self._is_alive,
+            new_id=lambda: os.urandom(16).hex(),
         )
+
+    async def _is_alive(self, worker: Worker) -> bool:
+        """Ask a worker that has just dropped a connection; a dying engine refuses, or drops this one too."""
+        try:
+            async with asyncio.timeout(self.settings.connect_timeout_s):
+                await get_status(self._control, worker, "/ping")
+        except (UpstreamError, TimeoutError):
+            return False
+        return True
 
     def _worker_changed(self, member: Member) -> None:
         self.services.metrics.worker_ready(member.worker.id, member.state is WorkerState.READY)
@@ -149,6 +167,9 @@ class Gateway:
         app.include_router(models_router(self.services, self.keys))
         app.include_router(control_router(self.services, self.keys))
         app.include_router(workers_router(self.services, self.keys, self._drain_tasks))
+        app.include_router(
+            fleet_router(self.services, self.keys, self.workers, self._control, self.settings.drain_timeout_s)
+        )
         return app
 
     def _drain_tasks(self) -> int:
@@ -167,6 +188,21 @@ class Gateway:
         self.failed = name
         self.services.is_draining = True
         self.drained.set()
+
+    def reload(self) -> None:
+        """Read the configuration file's workers again: new ones are added, missing ones drained and removed."""
+        if self.settings.config is None:
+            logger.warning("nothing to read again: no --config file was given")
+            return
+        try:
+            wanted = read_config_workers(self.settings.config)
+            for spec in wanted:
+                resolve_worker_keys(spec)
+        except SettingsError as exc:
+            logger.error("the configuration was not read again, everything stays as it is: %s", exc)
+            return
+        self.workers.replace_all(self._file_workers, wanted, self.settings.drain_timeout_s)
+        self._file_workers = wanted
 
     def begin_drain(self) -> None:
         """Admit nothing more, let requests end, stop what is left at the deadline; then ``drained`` is set."""

@@ -19,6 +19,7 @@ from backends.errors import (
     UpstreamError,
 )
 from gateway.outcome import Outcome
+from gateway.routes import Dialect
 from routers.errors import ModelRequired, NoReadyWorker, NoSuchRank, RoutingError, UnknownModel
 
 MAX_ENGINE_TEXT_CHARS = 8192
@@ -58,8 +59,15 @@ class ErrorReport:
         }
         return orjson.dumps({"error": error})
 
-    def event(self, request_id: str | None) -> bytes:
-        """The same as one server-sent event."""
+    def event(self, request_id: str | None, dialect: Dialect = Dialect.NATIVE) -> bytes:
+        """The same as one server-sent event, in the shape of the route's own error events."""
+        if dialect is Dialect.MESSAGES:
+            error = {"type": self.type, "message": self.message}
+            body = orjson.dumps({"type": "error", "error": error, "request_id": request_id})
+            return b"event: error\ndata: " + body + b"\n\n"
+        if dialect is Dialect.RESPONSES:
+            body = orjson.dumps({"type": "error", "code": self.type, "message": self.message, "param": self.param})
+            return b"event: error\ndata: " + body + b"\n\n"
         return b"data: " + self.body(request_id) + b"\n\n"
 
     @property
@@ -141,7 +149,16 @@ INTERNAL = ErrorReport(500, "internal", "internal error, see the gateway's log",
 BACKEND_AUTH = ErrorReport(
     502, "backend_auth", "the engine refused the gateway's own credentials", Outcome.ENGINE_ERROR
 )
-NOT_STOPPED = ErrorReport(502, "engine_error", "the engine did not stop when asked to", Outcome.ABORTED)
+ABORTED = ErrorReport(499, "aborted", "the request was aborted and the engine gave no answer", Outcome.ABORTED)
+WORKER_REMOVED = ErrorReport(
+    503, "unavailable", "the worker was removed", Outcome.SHUTDOWN, retry_after_s=RETRY_AFTER_S
+)
+ENGINE_DIED = ErrorReport(
+    502, "engine_died", "two engines died under this request, so it is not tried again", Outcome.ENGINE_ERROR
+)
+NATIVE_ON_VLLM = ErrorReport(
+    501, "not_implemented", "vLLM workers do not serve /generate in this release", Outcome.REJECTED
+)
 CLIENT_GONE = ErrorReport(499, "client_closed", "the client closed the connection", Outcome.CLIENT_CLOSED)
 
 _UPSTREAM: Mapping[type[UpstreamError], tuple[int, str, str]] = {

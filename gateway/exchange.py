@@ -5,18 +5,21 @@ Knows neither ASGI nor an engine's field names. Ends in exactly one outcome, wha
 
 import logging
 
-from backends.errors import CallEnded, ConnectFailed, UpstreamError
+from backends.errors import CallEnded, ConnectFailed, ConnectionDropped, UpstreamError
 from backends.leg import Leg, cancel
 from backends.lifecycle import Cause
 from gateway.access_log import AccessRecord
 from gateway.answer import Usage, Verdict
+from gateway.attempts import Attempts, Failure
 from gateway.downstream import ClientRequest, Downstream
 from gateway.envelope import Envelope, header_value, parse_envelope
 from gateway.errors import (
+    ABORTED,
     CLIENT_GONE,
+    ENGINE_DIED,
     INTERNAL,
-    NOT_STOPPED,
     SHUTTING_DOWN,
+    WORKER_REMOVED,
     EngineRefused,
     ErrorReport,
     GatewayError,
@@ -27,10 +30,20 @@ from gateway.outcome import Outcome
 from gateway.placement import Placed, place
 from gateway.relay import AnswerRelay
 from gateway.routes import Route
+from gateway.screening import refuse_engine_state
 from gateway.services import Services
 from routers.errors import RoutingError
 
 logger = logging.getLogger("forebay.exchange")
+
+
+# How a request that was stopped from this side ends; one whose client is gone has nobody to tell.
+_STOPPED = {
+    Cause.SHUTDOWN: SHUTTING_DOWN,
+    Cause.WORKER_REMOVED: WORKER_REMOVED,
+    Cause.CLIENT_ABORT: ABORTED,
+}
+_WORKERS_FAULT = frozenset({Outcome.ENGINE_ERROR, Outcome.TRUNCATED})
 
 
 class Exchange:
@@ -68,14 +81,14 @@ class Exchange:
         self._route = route
         self._request = request
         self._downstream = downstream
-        self._relay = AnswerRelay(downstream, services.limits, services.clock)
+        self._relay = AnswerRelay(downstream, services.limits, services.clock, route.dialect)
         self._started_at = services.clock()
         self._envelope: Envelope | None = None
         self._public_id = ""
         self._model = ""
         self._placed: Placed | None = None
         self._engine_ids: list[str] = []
-        self._attempts = 0
+        self._attempts = Attempts(services.limits.max_attempts)
         self._bytes_in = 0
         self._cause: Cause | None = None
         self._outcome: Outcome | None = None
@@ -92,7 +105,7 @@ class Exchange:
                 self._settle(await self._serve(body))
         except CallEnded:
             if self._cause is None:  # else the cause says why
-                await self._fail(NOT_STOPPED, None)
+                await self._fail(ABORTED, None)
         except (GatewayError, RoutingError, UpstreamError) as exc:
             await self._fail(report_of(exc), exc)
         except Exception:
@@ -136,6 +149,9 @@ class Exchange:
         if placed is None or envelope is None or placed.leg.is_ended:
             return None
         ids = placed.leg.engine_ids
+        if not ids:  # the engine takes no abort for it, so that closing is all there is
+            self.stop(Cause.CLIENT_ABORT)
+            return placed.leg.worker.id
         if item_id is not None and len(ids) > 1:
             ids = [ids[envelope.item_ids.index(item_id)]]
         self._services.aborter.abort_attached(placed.leg, ids)
@@ -171,34 +187,68 @@ class Exchange:
         if envelope.worker_id is not None and not request.is_admin:
             raise InvalidRequest("x-forebay-worker needs the admin API key", param="x-forebay-worker", status=403)
         self._model = services.fleet.model_of(envelope.model)
-        failed: set[str] = set()
+        if services.fleet.count_serving(self._model) > 1:
+            refuse_engine_state(envelope.body)
         while True:
             started = services.clock()
-            self._placed = placed = place(services, self._route, envelope, self._model, failed)
+            self._placed = placed = place(services, self._route, envelope, self._model, self._attempts.failed)
             services.metrics.route_seconds(services.clock() - started)
-            self._attempts += 1
+            self._attempts.begin()
             self._engine_ids += placed.sent_ids
-            self._relay.identify(envelope, placed, self._attempts)
+            self._relay.identify(envelope, placed, self._attempts.count)
             try:
                 verdict = await self._relay.forward(placed)
-            except ConnectFailed as exc:
-                services.metrics.attempt(placed.leg.worker.id, "connect_failed")
-                placed.member.lost_contact(str(exc))
-                self._end(placed.leg)
-                failed.add(placed.leg.worker.id)
-                if self._attempts >= services.limits.max_attempts or not self._has_others(failed):
+            except (UpstreamError, GatewayError) as exc:
+                if not await self._try_another(placed, exc):
                     raise
             else:
                 services.metrics.attempt(placed.leg.worker.id, str(verdict.outcome))
+                self._judge(placed, failed=verdict.outcome in _WORKERS_FAULT)
                 self._end(placed.leg)
                 return verdict
 
-    def _has_others(self, failed: set[str]) -> bool:
+    async def _try_another(self, placed: Placed, error: Exception) -> bool:
+        """After a failed attempt: settle it, and say whether the request goes to another worker."""
+        worker = placed.leg.worker
+        report = report_of(error)
+        self._services.metrics.attempt(worker.id, str(report.outcome))
+        logger.info("request %s on %s: %s", self._public_id, worker.id, error)
+        self._judge(placed, failed=report.status >= 500 and report.type != "overloaded")
+        self._end(placed.leg)
+        failure = await self._failure(placed, error, report)
+        if failure in (Failure.UNREACHABLE, Failure.DIED):
+            placed.member.lost_contact(str(error))
+        may_retry = self._attempts.may_retry(worker.id, failure)
+        if self._attempts.deaths > 1:
+            raise GatewayError(ENGINE_DIED) from error
+        is_open = self._cause is None and not self._relay.status and not self._services.is_draining
+        return may_retry and is_open and self._has_others()
+
+    async def _failure(self, placed: Placed, error: Exception, report: ErrorReport) -> Failure:
+        if isinstance(error, ConnectFailed):
+            return Failure.UNREACHABLE
+        if isinstance(error, ConnectionDropped):
+            # Whether the worker is still there decides if another one may be risked for this request.
+            return Failure.DROPPED if await self._services.is_alive(placed.leg.worker) else Failure.DIED
+        if isinstance(error, EngineRefused) and report.status == 503:
+            return Failure.BUSY
+        return Failure.FINAL
+
+    def _judge(self, placed: Placed, *, failed: bool) -> None:
+        """Tell the worker's breaker; what a client did wrong, or its leaving, is not the worker's fault."""
+        if self._cause is not None:
+            placed.member.breaker.released()
+        elif failed:
+            self._services.fleet.failed(placed.member, self._services.clock())
+        else:
+            self._services.fleet.succeeded(placed.member)
+
+    def _has_others(self) -> bool:
         try:
             candidates = self._services.fleet.candidates(self._model)
         except RoutingError:
             return False
-        return any(candidate.key.worker_id not in failed for candidate in candidates)
+        return any(candidate.key.worker_id not in self._attempts.failed for candidate in candidates)
 
     def _end(self, leg: Leg) -> None:
         if not leg.is_detached:
@@ -216,10 +266,6 @@ class Exchange:
             return
         self._report = report
         self._outcome = report.outcome
-        if self._placed is not None and isinstance(error, UpstreamError | EngineRefused):
-            if not isinstance(error, ConnectFailed):
-                self._services.metrics.attempt(self._placed.leg.worker.id, str(report.outcome))
-            logger.info("request %s on %s: %s", self._public_id, self._placed.leg.worker.id, error)
         if isinstance(error, EngineRefused) and error.body is not None:
             await self._relay.pass_refusal(error)
         else:
@@ -238,10 +284,11 @@ class Exchange:
         self._downstream.watch(None)
         if self._placed is not None:
             self._end(self._placed.leg)
-        if self._outcome is None and self._cause is Cause.SHUTDOWN:
-            self._report = SHUTTING_DOWN
-            self._outcome = SHUTTING_DOWN.outcome
-            await self._relay.fail(SHUTTING_DOWN, self._known_id())
+        report = _STOPPED.get(self._cause) if self._cause is not None else None
+        if self._outcome is None and report is not None:
+            self._report = report
+            self._outcome = report.outcome
+            await self._relay.fail(report, self._known_id())
         elif self._outcome is None:
             self._report = CLIENT_GONE
             self._outcome = Outcome.CLIENT_CLOSED
@@ -269,7 +316,7 @@ class Exchange:
                 engine_ids=tuple(self._engine_ids),
                 worker=placed.leg.worker.id if placed else None,
                 dp_rank=placed.dp_rank if placed else None,
-                attempts=self._attempts,
+                attempts=self._attempts.count,
                 stream=envelope.is_stream if envelope else False,
                 model=self._model or None,
                 prompt_tokens=self._usage.prompt_tokens,

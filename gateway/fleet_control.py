@@ -13,6 +13,7 @@ from gateway.lifespan import WatchTimes, WorkerWatch
 from gateway.live import LiveLegs, LiveRequests
 from gateway.metrics import Metrics
 from gateway.tasks import OwnedTasks, supervise
+from routers.breaker import Breaker
 from routers.fleet import Fleet, Member
 
 logger = logging.getLogger("forebay.workers")
@@ -35,6 +36,8 @@ class FleetControl:
         on_fatal: Told when a watch ends for a reason that nobody expected.
         unhealthy_after: Failed probes in a row that take a worker out.
         healthy_after: Good probes in a row that bring it back.
+        breaker_failures: Failed requests in a row after which a worker is left alone.
+        breaker_open_s: For how long.
     """
 
     def __init__(
@@ -50,6 +53,8 @@ class FleetControl:
         on_fatal: Callable[[str], None],
         unhealthy_after: int,
         healthy_after: int,
+        breaker_failures: int,
+        breaker_open_s: float,
     ) -> None:
         self._fleet = fleet
         self._backends = backends
@@ -61,6 +66,8 @@ class FleetControl:
         self._on_fatal = on_fatal
         self._unhealthy_after = unhealthy_after
         self._healthy_after = healthy_after
+        self._breaker_failures = breaker_failures
+        self._breaker_open_s = breaker_open_s
         self._specs: dict[str, WorkerSpec] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._removals: dict[str, asyncio.Task[None]] = {}
@@ -95,6 +102,7 @@ class FleetControl:
             pinned_role=None if spec.role == "auto" else Role(spec.role),
             unhealthy_after=self._unhealthy_after,
             healthy_after=self._healthy_after,
+            breaker=Breaker(threshold=self._breaker_failures, open_s=self._breaker_open_s),
         )
         self._specs[worker.id] = spec
         self._fleet.add(member)

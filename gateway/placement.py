@@ -1,16 +1,21 @@
 """From an envelope to a leg: choose a rank, book it, send the request. One step, without an await in between."""
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from backends.base import NO_CHANGES
 from backends.leg import Leg
-from backends.types import EngineFacts
+from backends.types import EngineFacts, EngineKind
 from gateway.envelope import Envelope
+from gateway.errors import NATIVE_ON_VLLM, GatewayError
+from gateway.fold import Fold, fold_changes, new_fold, stays_unary
 from gateway.ids import IdMap, id_map
-from gateway.routes import Dialect, Route
+from gateway.routes import FOLDED_PATHS, Dialect, Route
 from gateway.services import Services
 from routers.errors import NoReadyWorker
 from routers.fleet import Member
-from routers.types import RouteRequest
+from routers.types import Candidate, RouteRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +30,7 @@ class Placed:
         overlap_blocks: Prompt blocks cached there, ``None`` if the policy did not look.
         ids: Rewrites the answer's ids.
         is_stream: The engine was asked to stream.
+        new_fold: Makes what turns a stream into the unary answer, given its bound; ``None`` where that cannot be.
         sent_ids: Ids given to the engine.
     """
 
@@ -35,6 +41,7 @@ class Placed:
     overlap_blocks: int | None
     ids: IdMap
     is_stream: bool
+    new_fold: Callable[[int], Fold] | None
     sent_ids: tuple[str, ...]
 
 
@@ -50,18 +57,12 @@ def place(services: Services, route: Route, envelope: Envelope, model: str, fail
 
     Raises:
         RoutingError: Nothing can take it.
+        GatewayError: Nothing that is there ever could.
     """
-    fleet = services.fleet
-    candidates = fleet.candidates(model)
-    if envelope.dp_rank is not None or envelope.worker_id is not None:
-        candidates = fleet.pinned(candidates, model, envelope.dp_rank, envelope.worker_id)
-    if failed:
-        candidates = tuple(c for c in candidates if c.key.worker_id not in failed)
-        if not candidates:
-            raise NoReadyWorker("no other worker is ready")
+    candidates = _eligible(services, route, envelope, model, failed)
     choice = services.policy.select(RouteRequest(envelope.prompt_tokens, envelope.stickiness_key), candidates)
     key = choice.candidate.key
-    member = fleet.get(key.worker_id)
+    member = services.fleet.get(key.worker_id)
     assert member is not None
     assert member.facts is not None
     facts = member.facts
@@ -69,11 +70,13 @@ def place(services: Services, route: Route, envelope: Envelope, model: str, fail
     engine_ids = backend.engine_ids(
         route.path, services.new_id(), batch_size=envelope.batch_size, samples=envelope.samples
     )
-    blocks = -(-envelope.prompt_tokens // facts.page_size)
-    booking = choice.candidate.load.book(
-        requests=envelope.sequences, blocks=blocks, prefill_tokens=envelope.prompt_tokens
-    )
     dp_rank = key.dp_rank if facts.dp_size > 1 else None
+    folds = services.limits.folds_unary and _can_fold(route, envelope, facts)
+    booking = choice.candidate.load.book(
+        requests=envelope.sequences,
+        blocks=-(-envelope.prompt_tokens // facts.page_size),
+        prefill_tokens=envelope.prompt_tokens,
+    )
     try:
         request = backend.generation_request(
             member.worker,
@@ -81,8 +84,9 @@ def place(services: Services, route: Route, envelope: Envelope, model: str, fail
             envelope.body,
             engine_ids,
             dp_rank=dp_rank,
-            is_stream=envelope.is_stream,
+            is_stream=envelope.is_stream or folds,
             headers=envelope.headers,
+            changes=fold_changes(route.dialect, facts.engine) if folds else NO_CHANGES,
         )
         call = services.client.send(member.worker.origin, request)
     except BaseException:
@@ -97,10 +101,66 @@ def place(services: Services, route: Route, envelope: Envelope, model: str, fail
         on_end=services.legs.ended,
     )
     services.legs.add(leg)
+    if services.fleet.tripped:
+        services.fleet.sent(member, services.clock())
     ids = id_map(
         engine_ids,
         envelope.public_id,
         envelope.item_ids,
         has_one_id=route.dialect is not Dialect.NATIVE and not envelope.is_stream,
     )
-    return Placed(leg, member, facts, dp_rank, choice.overlap_blocks, ids, envelope.is_stream, engine_ids.sent)
+    return Placed(
+        leg=leg,
+        member=member,
+        facts=facts,
+        dp_rank=dp_rank,
+        overlap_blocks=choice.overlap_blocks,
+        ids=ids,
+        is_stream=envelope.is_stream or folds,
+        new_fold=functools.partial(_fold, route, envelope, facts) if route.path in FOLDED_PATHS else None,
+        sent_ids=engine_ids.sent,
+    )
+
+
+def _eligible(
+    services: Services, route: Route, envelope: Envelope, model: str, failed: set[str]
+) -> tuple[Candidate, ...]:
+    """Ranks that this request may go to now.
+
+    Raises:
+        RoutingError: There are none.
+        GatewayError: There are, and none of their engines can ever serve the route.
+    """
+    fleet = services.fleet
+    candidates = fleet.candidates(model)
+    if route.path == "/generate" and fleet.has_vllm:
+        candidates = tuple(c for c in candidates if fleet.engine_of(c.key.worker_id) is not EngineKind.VLLM)
+        if not candidates:
+            raise GatewayError(NATIVE_ON_VLLM)
+    if envelope.dp_rank is not None or envelope.worker_id is not None:
+        candidates = fleet.pinned(candidates, model, envelope.dp_rank, envelope.worker_id)
+    if failed:
+        candidates = tuple(c for c in candidates if c.key.worker_id not in failed)
+        if not candidates:
+            raise NoReadyWorker("no other worker is ready")
+    if fleet.tripped:
+        candidates = fleet.not_tripped(candidates, services.clock())
+    return candidates
+
+
+def _can_fold(route: Route, envelope: Envelope, facts: EngineFacts) -> bool:
+    if envelope.is_stream or route.path not in FOLDED_PATHS:
+        return False
+    return not stays_unary(route.dialect, facts.engine, envelope.body.fields)
+
+
+def _fold(route: Route, envelope: Envelope, facts: EngineFacts, limit_bytes: int) -> Fold:
+    is_list = route.dialect is Dialect.NATIVE and (envelope.batch_size is not None or envelope.samples > 1)
+    return new_fold(
+        route.dialect,
+        facts.engine,
+        limit_bytes=limit_bytes,
+        count=envelope.sequences,
+        is_list=is_list,
+        is_incremental=facts.incremental_output,
+    )

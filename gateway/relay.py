@@ -1,10 +1,11 @@
 """From a worker's answer to the client: status, headers, stream or body, with backpressure both ways."""
 
+import asyncio
 from collections.abc import Callable
 
-from backends.errors import AnswerBroken, AnswerMalformed, AnswerTooLarge, UpstreamError
-from backends.sse import DONE_EVENT
-from backends.upstream.base import AnswerHead, Headers
+from backends.errors import AnswerBroken, AnswerMalformed, AnswerTooLarge, CallInterrupted, UpstreamError
+from backends.sse import DONE_EVENT, EventCutter
+from backends.upstream.base import AnswerHead, Headers, UpstreamCall
 from gateway.answer import (
     BodyAnswer,
     StreamAnswer,
@@ -19,6 +20,7 @@ from gateway.answer import (
 from gateway.downstream import Downstream
 from gateway.envelope import Envelope
 from gateway.errors import (
+    ABORTED,
     BACKEND_AUTH,
     EngineRefused,
     ErrorReport,
@@ -26,12 +28,17 @@ from gateway.errors import (
     engine_failure,
     report_of,
 )
+from gateway.fold import FoldIncomplete
 from gateway.outcome import Outcome
 from gateway.placement import Placed
+from gateway.routes import LAST_EVENTS, Dialect
 from gateway.services import Limits
 
 EVENT_STREAM = "text/event-stream"
 JSON = "application/json"
+# An engine's comments before its first event are held back with the status, up to here.
+MAX_HELD_COMMENTS_BYTES = 64 * 1024
+KEEP_ALIVE = b": keep-alive\n\n"
 # A longer unary answer is sent on while it is read, so that its size does not become memory.
 BUFFER_BYTES = 1024 * 1024
 
@@ -49,10 +56,13 @@ class AnswerRelay:
 
     __slots__ = (
         "_clock",
+        "_dialect",
         "_downstream",
         "_is_sse",
+        "_is_tick_due",
         "_limits",
         "_public_id",
+        "_wants_stream",
         "bytes_out",
         "events_seen",
         "first_byte_at",
@@ -60,12 +70,15 @@ class AnswerRelay:
         "status",
     )
 
-    def __init__(self, downstream: Downstream, limits: Limits, clock: Callable[[], float]) -> None:
+    def __init__(self, downstream: Downstream, limits: Limits, clock: Callable[[], float], dialect: Dialect) -> None:
         self._downstream = downstream
+        self._dialect = dialect
+        self._is_tick_due = False
         self._limits = limits
         self._clock = clock
         self._is_sse = False
         self._public_id = ""
+        self._wants_stream = False
         self.headers: Headers = []
         self.status = 0
         self.first_byte_at: float | None = None
@@ -75,6 +88,7 @@ class AnswerRelay:
     def identify(self, envelope: Envelope, placed: Placed, attempts: int) -> None:
         """Set the headers that say which request this is and where it went."""
         self._public_id = envelope.public_id
+        self._wants_stream = envelope.is_stream
         self.headers = [
             (b"x-request-id", envelope.header_id),
             (b"x-forebay-worker", placed.leg.worker.id.encode()),
@@ -96,13 +110,13 @@ class AnswerRelay:
             EngineRefused: The same, and the engine has said why.
             CallEnded: This side stopped the leg.
         """
-        head = await placed.leg.call.head()
+        head = await self._head(placed)
         placed.member.last_byte_at = self._clock()
         if not 200 <= head.status < 300:
             raise await self._refusal(placed, head)
         if head.content_type == EVENT_STREAM:
-            return await self._stream(placed, head)
-        if head.content_type == JSON:
+            return await (self._stream(placed, head) if self._wants_stream else self._folded(placed, head))
+        if head.content_type == JSON and not self.status:
             return await self._body(placed, head)
         raise AnswerMalformed(f"content type {head.content_type!r} with status {head.status}")
 
@@ -143,25 +157,28 @@ class AnswerRelay:
 
     async def _stream(self, placed: Placed, head: AnswerHead) -> Verdict:
         call = placed.leg.call
-        answer = StreamAnswer(placed.ids, self._limits.max_response_bytes)
-        block = b""
-        while not (first := first_data(block)):
-            data = await call.read()
+        answer = StreamAnswer(placed.ids, self._limits.max_response_bytes, LAST_EVENTS.get(self._dialect, frozenset()))
+        block = first = b""
+        while not first:
+            data = await self._read(placed)
             if not data:
                 raise AnswerBroken("the stream ended before its first event")
-            block += answer.feed(data)
+            events = answer.feed(data)
+            first = first_data(events)
+            block = block + events if len(block) < MAX_HELD_COMMENTS_BYTES else events
         refusal = refusal_in(first)
         if refusal is not None:
             raise refusal
         placed.leg.first_token()
         self._is_sse = True
-        await self._start(head.status, passed_headers(head))
+        if not self.status:
+            await self._start(head.status, passed_headers(head))
         try:
             while not call.is_complete:
                 if block:
                     await self._write(block)
                 placed.member.last_byte_at = self._clock()
-                block = answer.feed(await call.read())
+                block = answer.feed(await self._read(placed))
         except UpstreamError as exc:
             return await self._cut(answer, exc)
         finally:
@@ -182,12 +199,89 @@ class AnswerRelay:
             await self._downstream.finish()
             return verdict
         if verdict.outcome is Outcome.ENGINE_ERROR:
-            tail = DONE_EVENT if self._limits.sse_done_after_error else b""
+            tail = self._end_after_error
             self.bytes_out += len(tail)
             await self._downstream.finish(tail)
             return verdict
         await self.fail(report_of(error), self._public_id)
         return Verdict(Outcome.TRUNCATED, False, verdict.usage, str(error))
+
+    async def _folded(self, placed: Placed, head: AnswerHead) -> Verdict:
+        """Events for a client that wants one document: fold them into it."""
+        if placed.new_fold is None:
+            raise AnswerMalformed("a stream in answer to a request for one document")
+        limit_bytes = self._limits.max_response_bytes
+        fold, cutter = placed.new_fold(limit_bytes), EventCutter(limit_bytes)
+        while data := await placed.leg.call.read():
+            placed.member.last_byte_at = self._clock()
+            if block := cutter.feed(data):
+                placed.leg.first_token()
+                fold.feed(placed.ids.apply(block))
+        try:
+            body = fold.result()
+        except FoldIncomplete as exc:
+            if exc.is_terminated and placed.leg.stop_aborting:
+                raise GatewayError(ABORTED) from exc
+            raise
+        if isinstance(body, EngineRefused):
+            raise body
+        headers = [h for h in passed_headers(head) if h[0] != b"content-type"]
+        await self._send_whole(200, [(b"content-type", b"application/json"), *headers], body)
+        return unary_verdict(body)
+
+    # Waiting, with signs of life for the client.
+
+    async def _head(self, placed: Placed) -> AnswerHead:
+        call = placed.leg.call
+        if not self._keeps_alive:
+            return await call.head()
+        while True:
+            timer = self._tick_later(call)
+            try:
+                return await call.head()
+            except CallInterrupted:
+                self._check_tick(placed)
+            finally:
+                timer.cancel()
+            await self._comment()
+
+    async def _read(self, placed: Placed) -> bytes:
+        call = placed.leg.call
+        if not self._keeps_alive:
+            return await call.read()
+        while True:
+            timer = self._tick_later(call)
+            try:
+                return await call.read()
+            except CallInterrupted:
+                self._check_tick(placed)
+            finally:
+                timer.cancel()
+            await self._comment()
+
+    @property
+    def _keeps_alive(self) -> bool:
+        return self._wants_stream and self._limits.sse_keepalive_s > 0
+
+    def _tick_later(self, call: UpstreamCall) -> asyncio.TimerHandle:
+        def tick() -> None:
+            self._is_tick_due = True
+            call.interrupt()
+
+        return asyncio.get_running_loop().call_later(self._limits.sse_keepalive_s, tick)
+
+    def _check_tick(self, placed: Placed) -> None:
+        """Let an interruption through that was not the timer's."""
+        if not self._is_tick_due or placed.leg.is_detached:
+            raise CallInterrupted
+        self._is_tick_due = False
+
+    async def _comment(self) -> None:
+        """Send a comment; only whole events were sent before, so it stands between two. The first one sends 200."""
+        if not self.status:
+            self._is_sse = True
+            await self._start(200, [(b"content-type", b"text/event-stream; charset=utf-8")])
+        await self._write(KEEP_ALIVE)
 
     # Unary answers.
 
@@ -243,8 +337,18 @@ class AnswerRelay:
 
     # Errors.
 
+    @property
+    def _end_after_error(self) -> bytes:
+        """What ends a stream behind an error event; routes with end events of their own have none."""
+        if self._dialect in LAST_EVENTS or not self._limits.sse_done_after_error:
+            return b""
+        return DONE_EVENT
+
     async def pass_refusal(self, refusal: EngineRefused) -> None:
-        """Send the engine's own error body."""
+        """Send the engine's own error body, or what it says where the status is gone."""
+        if self.status:
+            await self.fail(refusal.report, self._public_id)
+            return
         await self._send_whole(refusal.report.status, refusal.headers or [], refusal.body or b"")
 
     async def fail(self, report: ErrorReport, request_id: str | None) -> Outcome:
@@ -259,9 +363,7 @@ class AnswerRelay:
         if not self._is_sse:
             self._downstream.abort()
             return Outcome.TRUNCATED
-        tail = report.event(request_id)
-        if self._limits.sse_done_after_error:
-            tail += DONE_EVENT
+        tail = report.event(request_id, self._dialect) + self._end_after_error
         self.bytes_out += len(tail)
         await self._downstream.finish(tail)
         return report.outcome

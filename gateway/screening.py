@@ -94,6 +94,27 @@ def refuse_internal(body: JsonBody) -> None:
             raise InvalidRequest(f"the field {name!r} is internal routing state and not a client's to set", param=name)
 
 
+def refuse_engine_state(body: JsonBody) -> None:
+    """Refuse what refers to state inside one engine; used while several engines serve the model.
+
+    Raises:
+        InvalidRequest: Names the field.
+    """
+    for name in ("session_params", "session_id", "previous_response_id"):
+        if body.text(name):
+            raise InvalidRequest(
+                f"{name!r} refers to state inside one engine, and several serve this model",
+                param=name,
+                type="unsupported",
+            )
+    if body.text("background") == b"true":
+        raise InvalidRequest(
+            "'background' leaves the answer inside one engine, and several serve this model",
+            param="background",
+            type="unsupported",
+        )
+
+
 def refuse_deadly(body: JsonBody, route: Route) -> None:
     """Refuse what SGLang does not check and then dies of, with every request that it runs.
 

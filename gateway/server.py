@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+import signal
 import socket
+import ssl
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -40,6 +42,10 @@ class GatewayServer(uvicorn.Server):
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=CLOSE_GRACE_S,
             backlog=BACKLOG,
+            proxy_headers=False,
+            ssl_certfile=gateway.settings.tls_cert_file,
+            ssl_keyfile=gateway.settings.tls_key_file,
+            ssl_version=ssl.PROTOCOL_TLS_SERVER,
         )
         super().__init__(config)
         self._gateway = gateway
@@ -61,6 +67,16 @@ class GatewayServer(uvicorn.Server):
             self.force_exit = True
             self.should_exit = True
         self._loop.call_soon_threadsafe(self._gateway.begin_drain)
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until told to stop; SIGHUP reads the configuration's workers again (uvicorn hook)."""
+        if hasattr(signal, "SIGHUP"):
+            self._loop.add_signal_handler(signal.SIGHUP, self._gateway.reload)
+        try:
+            await super().serve(sockets)
+        finally:
+            if hasattr(signal, "SIGHUP"):
+                self._loop.remove_signal_handler(signal.SIGHUP)
 
     async def on_tick(self, counter: int) -> bool:
         """Leave the main loop when the drain is over (uvicorn hook)."""
@@ -88,10 +104,11 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-def base_url(sock: socket.socket) -> str:
+def base_url(sock: socket.socket, *, is_tls: bool = False) -> str:
     """The URL of a bound socket."""
     host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if is_tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 async def run_async(settings: Settings, *, on_started: Callable[[str], None] | None = None) -> int:
@@ -120,7 +137,7 @@ async def run_async(settings: Settings, *, on_started: Callable[[str], None] | N
             sys.stderr.write(f"forebay: {exc}\n")
             return 2
         logger.info("settings: %s", describe(settings))
-        url = base_url(sock)
+        url = base_url(sock, is_tls=settings.tls_cert_file is not None)
 
         def started() -> None:
             logger.info("listening on %s", url)
@@ -128,6 +145,12 @@ async def run_async(settings: Settings, *, on_started: Callable[[str], None] | N
                 on_started(url)
 
         server = GatewayServer(gateway, started)
+        try:
+            server.config.load()
+        except (OSError, ValueError) as exc:  # ssl.SSLError is an OSError
+            await access_log.close()
+            sys.stderr.write(f"forebay: the certificate or its key cannot be used: {exc} (--tls-cert-file)\n")
+            return 1
         await server.serve(sockets=[sock])
     if gateway.failed is not None:
         sys.stderr.write(f"forebay: stopped because {gateway.failed!r} failed, see the log\n")

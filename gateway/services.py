@@ -1,11 +1,11 @@
 """What every exchange shares."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from backends.abort_supervisor import AbortSupervisor
 from backends.base import Backend
-from backends.types import EngineKind
+from backends.types import EngineKind, Worker
 from backends.upstream.base import UpstreamClient
 from gateway.access_log import AccessRecord
 from gateway.live import LiveLegs, LiveRequests
@@ -23,12 +23,16 @@ class Limits:
         max_response_bytes: Bound of a unary answer and of one event.
         max_attempts: Attempts at workers for one request.
         sse_done_after_error: An error event is followed by ``[DONE]``.
+        sse_keepalive_s: Silence after which a comment is sent to a streaming client, 0 for never.
+        folds_unary: Engines are asked to stream for unary clients too, and the events folded.
     """
 
     max_body_bytes: int
     max_response_bytes: int
     max_attempts: int
     sse_done_after_error: bool
+    sse_keepalive_s: float = 0.0
+    folds_unary: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,6 +52,7 @@ class Services:
         log_access: Takes one record for each request.
         clock: Monotonic seconds.
         wall_clock: Seconds since the epoch.
+        is_alive: Whether a worker that dropped a connection still takes one.
         new_id: Makes a fresh 32-hex id.
         is_draining: Nothing is admitted any more.
     """
@@ -64,5 +69,6 @@ class Services:
     log_access: Callable[[AccessRecord], None]
     clock: Callable[[], float]
     wall_clock: Callable[[], float]
+    is_alive: Callable[[Worker], Awaitable[bool]]
     new_id: Callable[[], str]
     is_draining: bool = False

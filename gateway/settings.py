@@ -42,22 +42,13 @@ DAY_S: Final = 86_400
 # the default, ``option=value`` for one value. A feature is switched on by deleting its line.
 NOT_YET: Final[dict[str, str]] = {
     "processes": "one process serves all connections; run more gateways side by side",
-    "upstream_client=httpx": "use httptools",
-    "upstream_mode=incremental": "use match",
     "policy=kv-aware": "use least-loaded",
-    "policy=round-robin": "use least-loaded",
-    "policy=power-of-two": "use least-loaded",
-    "policy=consistent-hash": "use least-loaded",
     "policy=prefix-approximate": "use least-loaded",
     "native_n": "leave it off",
-    "sse_keepalive_s": "leave it at 0",
     "tokenizer": "leave it out",
     "kv_listen": "leave it out",
     "kv_key_file": "leave it out",
     "kv_authorized_keys": "leave it out",
-    "tls_cert_file": "terminate TLS in front of the gateway",
-    "tls_key_file": "terminate TLS in front of the gateway",
-    "admin_allow": "leave it out, or set --admin-api-key-file",
     "request_timeout_s": "leave it off",
     "first_token_timeout_s": "leave it off",
     "stall_timeout_s": "leave it off",
@@ -162,6 +153,8 @@ class Settings(BaseModel):
     health_timeout_s: Deadline = declare(5.0, "longest wait for a probe's answer", "s")
     unhealthy_after: int = declare(3, "failed probes in a row that make a worker not ready", "probes", ge=1)
     healthy_after: int = declare(2, "good probes in a row that make it ready again", "probes", ge=1)
+    breaker_failures: int = declare(5, "failed requests in a row after which a worker is left alone", "requests", ge=1)
+    breaker_open_s: Deadline = declare(5.0, "time for which it is left alone, before one request tries it again", "s")
     identify_backoff_max_s: Deadline = declare(
         5.0, "longest pause between attempts to ask a new worker what it is", "s"
     )

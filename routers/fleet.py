@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from backends.types import EngineFacts, EngineKind, ProbeResult, Role, Worker
+from routers.breaker import Breaker, BreakerState
 from routers.errors import ModelRequired, NoReadyWorker, NoSuchRank, UnknownModel
 from routers.load import RankLoad
 from routers.types import Candidate, RankKey
@@ -34,6 +35,7 @@ class Member:
         pinned_role: Role given by the operator, which wins over the engine's.
         facts: What the engine said of itself; kept over failures, so that its model stays known.
         detail: The last reason for not being ready, for people.
+        breaker: Opens when its requests fail one after the other.
         last_byte_at: Monotonic time of the last byte that it sent on the data plane.
     """
 
@@ -44,6 +46,7 @@ class Member:
         "_loads",
         "_successes",
         "_unhealthy_after",
+        "breaker",
         "detail",
         "engine",
         "facts",
@@ -66,9 +69,11 @@ class Member:
         pinned_role: Role | None = None,
         unhealthy_after: int = 3,
         healthy_after: int = 2,
+        breaker: Breaker | None = None,
     ) -> None:
         self.worker: Final = worker
         self.engine: Final = engine
+        self.breaker = breaker or Breaker()
         self.pinned_model = pinned_model
         self.pinned_role = pinned_role
         self.facts: EngineFacts | None = None
@@ -200,12 +205,18 @@ class Fleet:
 
     Args:
         on_change: Told of every worker whose state or facts have changed, and of removed ones.
+
+    Attributes:
+        tripped: Workers whose breaker is not closed.
+        has_vllm: Some worker runs vLLM.
     """
 
     def __init__(self, on_change: Callable[[Member], None] = lambda member: None) -> None:
         self._members: dict[str, Member] = {}
         self._on_change = on_change
         self._ready: dict[str, tuple[Candidate, ...]] = {}
+        self.tripped: set[str] = set()
+        self.has_vllm = False
 
     def __iter__(self) -> Iterator[Member]:
         """The members in the order in which they were added."""
@@ -228,7 +239,43 @@ class Fleet:
     def remove(self, worker_id: str) -> None:
         """Forget a worker."""
         member = self._members.pop(worker_id)
+        self.tripped.discard(worker_id)
         self._changed(member)
+
+    def engine_of(self, worker_id: str) -> EngineKind | None:
+        """Engine kind of a worker, ``None`` while it is unknown."""
+        member = self._members.get(worker_id)
+        return member.facts.engine if member is not None and member.facts is not None else None
+
+    def sent(self, member: Member, now: float) -> None:
+        """A request goes to ``member``; while its breaker is not closed, it is the trial."""
+        member.breaker.sent(now)
+
+    def succeeded(self, member: Member) -> None:
+        """``member`` has answered a request."""
+        member.breaker.succeeded()
+        self.tripped.discard(member.worker.id)
+
+    def failed(self, member: Member, now: float) -> None:
+        """``member`` has failed a request, through no fault of the request's."""
+        member.breaker.failed(now)
+        if member.breaker.state is not BreakerState.CLOSED:
+            self.tripped.add(member.worker.id)
+
+    def not_tripped(self, candidates: tuple[Candidate, ...], now: float) -> tuple[Candidate, ...]:
+        """Those of ``candidates`` whose breakers let a request through now.
+
+        Raises:
+            NoReadyWorker: There are none.
+        """
+        allowed = tuple(
+            candidate
+            for candidate in candidates
+            if candidate.key.worker_id not in self.tripped or self._members[candidate.key.worker_id].breaker.allows(now)
+        )
+        if not allowed:
+            raise NoReadyWorker("every ready worker has failed its last requests and is left alone for a moment")
+        return allowed
 
     def _changed(self, member: Member) -> None:
         ready: dict[str, list[Candidate]] = {}
@@ -238,6 +285,7 @@ class Fleet:
             ranks = [Candidate(RankKey(other.worker.id, rank), other.load_of(rank)) for rank in range(other.dp_size)]
             for name in other.names:
                 ready.setdefault(name, []).extend(ranks)
+        self.has_vllm = any(other.facts is not None and other.facts.engine is EngineKind.VLLM for other in self)
         self._ready = {model: tuple(candidates) for model, candidates in ready.items()}
         self._on_change(member)
 
@@ -285,6 +333,10 @@ class Fleet:
             return ready
         states = sorted({self.reason(member) for member in self if model in member.names})
         raise NoReadyWorker(f"no worker for the model {model!r} is ready ({', '.join(states) or 'none left'})")
+
+    def count_serving(self, model: str) -> int:
+        """Number of workers that serve ``model``, ready or not."""
+        return sum(model in member.names for member in self)
 
     def has_ready(self, model: str) -> bool:
         """Whether a request for ``model`` can be placed now."""

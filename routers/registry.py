@@ -4,9 +4,17 @@ import random
 from collections.abc import Callable
 
 from routers.base import Router
+from routers.consistent_hash import ConsistentHash
 from routers.least_loaded import LeastLoaded
+from routers.power_of_two import PowerOfTwo
+from routers.round_robin import RoundRobin
 
-POLICIES: dict[str, Callable[[random.Random], Router]] = {LeastLoaded.name: LeastLoaded}
+POLICIES: dict[str, Callable[[random.Random], Router]] = {
+    LeastLoaded.name: LeastLoaded,
+    RoundRobin.name: RoundRobin,
+    PowerOfTwo.name: PowerOfTwo,
+    ConsistentHash.name: ConsistentHash,
+}
 DEFAULT_POLICY = LeastLoaded.name
 
 

@@ -2,10 +2,12 @@
 
 import asyncio
 import enum
+from collections.abc import Mapping
 
 import msgspec
 import orjson
 
+from backends.base import NO_CHANGES
 from backends.control import bearer, get_body, get_status
 from backends.errors import CallEnded, IdentifyFailed, UpstreamError
 from backends.json_body import JsonBody
@@ -80,16 +82,17 @@ class SGLangBackend:
         dp_rank: int | None,
         is_stream: bool,
         headers: Headers,
+        changes: Mapping[str, bytes] = NO_CHANGES,
     ) -> UpstreamRequest:
         """Build the request of one leg: the client's bytes with our id, and the rank if one was chosen."""
         style = _STYLES.get(path.partition("?")[0])
-        changes = _id_field(style, ids)
+        fields = {**changes, **_id_field(style, ids)}
         sent = [*headers, (b"accept", b"text/event-stream" if is_stream else b"application/json")]
         if dp_rank is not None and style is None:
             sent.append((b"x-data-parallel-rank", b"%d" % dp_rank))
         elif dp_rank is not None:
-            changes["routed_dp_rank"] = b"%d" % dp_rank
-        return UpstreamRequest("POST", path, [*sent, *bearer(worker.api_key)], body.with_fields(changes))
+            fields["routed_dp_rank"] = b"%d" % dp_rank
+        return UpstreamRequest("POST", path, [*sent, *bearer(worker.api_key)], body.with_fields(fields))
 
     def cancel_plan(self, facts: EngineFacts, *, is_stream: bool, has_own_ids: bool, is_paused: bool) -> CancelPlan:
         """How a leg is told that its client is gone."""

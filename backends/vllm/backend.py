@@ -1,10 +1,12 @@
 """The vLLM backend: ids by header, aborts by engine-side id, metadata and health."""
 
 import asyncio
+from collections.abc import Mapping
 
 import msgspec
 import orjson
 
+from backends.base import NO_CHANGES
 from backends.control import bearer, get_body, get_status
 from backends.errors import CallEnded, IdentifyFailed, UpstreamError
 from backends.json_body import JsonBody
@@ -52,6 +54,7 @@ class VLLMBackend:
         dp_rank: int | None,
         is_stream: bool,
         headers: Headers,
+        changes: Mapping[str, bytes] = NO_CHANGES,
     ) -> UpstreamRequest:
         """Build the request of one leg: the client's bytes as they are, id and rank in headers."""
         sent = [
@@ -61,7 +64,7 @@ class VLLMBackend:
         ]
         if dp_rank is not None:
             sent.append((b"x-data-parallel-rank", b"%d" % dp_rank))
-        return UpstreamRequest("POST", path, [*sent, *bearer(worker.api_key)], [body.raw])
+        return UpstreamRequest("POST", path, [*sent, *bearer(worker.api_key)], body.with_fields(changes))
 
     def cancel_plan(self, facts: EngineFacts, *, is_stream: bool, has_own_ids: bool, is_paused: bool) -> CancelPlan:
         """Closing stops streams and unary calls alike, at once."""

@@ -22,7 +22,12 @@ TIME_SCALE = float(os.environ.get("FOREBAY_TEST_TIME_SCALE", "1"))
 # Any wait in a test ends by then, at the latest.
 PATIENCE_S = 10.0 * TIME_SCALE
 # Fast enough for tests; slow enough not to fill the log.
-QUICK: dict[str, Any] = {"health_interval_s": 0.05 * TIME_SCALE, "identify_backoff_max_s": 0.2 * TIME_SCALE}
+# The breaker has tests of its own; elsewhere one worker fails on purpose, again and again.
+QUICK: dict[str, Any] = {
+    "health_interval_s": 0.05 * TIME_SCALE,
+    "identify_backoff_max_s": 0.2 * TIME_SCALE,
+    "breaker_failures": 1_000_000,
+}
 
 
 async def until(condition: Callable[[], bool], what: str, within_s: float = PATIENCE_S) -> None:

@@ -1,0 +1,52 @@
+"""Whether a request that failed before its first byte is tried on another worker. Pure."""
+
+import enum
+
+
+class Failure(enum.Enum):
+    """What became of an attempt."""
+
+    UNREACHABLE = "no connection, so nothing was sent"
+    BUSY = "the engine refused it for want of room"
+    DROPPED = "the connection ended before any byte of an answer, and the worker lives"
+    DIED = "the connection ended before any byte of an answer, and the worker is gone"
+    FINAL = "anything else"
+
+
+class Attempts:
+    """The attempts at one request.
+
+    A request under which a worker died may be what killed it: one more worker may be risked for it, never a third.
+
+    Args:
+        most: Attempts in all, ``>= 1``.
+
+    Attributes:
+        count: Attempts begun.
+        failed: Workers that it must not be sent to again.
+        deaths: Workers that died under it.
+    """
+
+    __slots__ = ("_most", "count", "deaths", "failed")
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.count = 0
+        self.deaths = 0
+        self.failed: set[str] = set()
+
+    def begin(self) -> None:
+        """An attempt begins."""
+        self.count += 1
+
+    def may_retry(self, worker_id: str, failure: Failure) -> bool:
+        """Take a failure into account; whether another worker may be tried."""
+        self.failed.add(worker_id)
+        if failure is Failure.FINAL or self.count >= self._most:
+            if failure is Failure.DIED:
+                self.deaths += 1
+            return False
+        if failure is Failure.DIED:
+            self.deaths += 1
+            return self.deaths == 1
+        return self.deaths == 0  # the one retry that follows a death is the last attempt, however it ends
