@@ -87,6 +87,8 @@ class SGLangBackend:
         """Build the request of one leg: the client's bytes with our id, and the rank if one was chosen."""
         style = _STYLES.get(path.partition("?")[0])
         fields = {**changes, **_id_field(style, ids)}
+        if "rid" in body.fields:  # whatever the route does with it: a client's id never reaches the engine
+            fields.setdefault("rid", orjson.dumps(ids.sent[0]))
         sent = [*headers, (b"accept", b"text/event-stream" if is_stream else b"application/json")]
         if dp_rank is not None and style is None:
             sent.append((b"x-data-parallel-rank", b"%d" % dp_rank))

@@ -38,8 +38,9 @@ class SeenRequest:
 
     @property
     def rid(self) -> str:
-        """The id that the gateway gave."""
-        rid = json.loads(self.body)["rid"]
+        """The id that the gateway gave, empty on routes that take none."""
+        body = json.loads(self.body)
+        rid = body.get("request_id") or body.get("rid", "")
         assert isinstance(rid, str)
         return rid
 
