@@ -27,6 +27,7 @@ QUICK: dict[str, Any] = {
     "health_interval_s": 0.05 * TIME_SCALE,
     "identify_backoff_max_s": 0.2 * TIME_SCALE,
     "breaker_failures": 1_000_000,
+    "upstream_client": os.environ.get("FOREBAY_TEST_UPSTREAM_CLIENT", "httptools"),
 }
 
 

@@ -13,6 +13,10 @@ class Live:
     def stop(self, cause: Cause) -> None:
         raise NotImplementedError
 
+    def is_on(self, worker_id: str) -> bool:
+        """Not asked here."""
+        raise NotImplementedError
+
     def abort(self, item_id: str | None) -> str | None:
         raise NotImplementedError
 

@@ -18,7 +18,7 @@ async def test_single_texts_and_batches_get_their_vectors() -> None:
             assert (one.status, len(one.json()["data"])) == (200, 1)
             assert (two.status, len(two.json()["data"])) == (200, 2)
             assert two.headers["x-request-id"] == "r"
-            first, second = (json.loads(entry.body)["rid"] for entry in engine.log.requests_to("/v1/embeddings"))
+            first, second = (json.loads(entry.body or b"")["rid"] for entry in engine.log.requests_to("/v1/embeddings"))
             assert isinstance(first, str)
             assert isinstance(second, list)
             assert [len(rid) for rid in (first, *second)] == [32, 32, 32]

@@ -109,7 +109,7 @@ def sent(
         pytest.param("/v1/responses", b'{"input":"a"}', None, {},
                      b'{"input":"a","request_id":"resp_%b"}' % BASE.encode(), id="responses"),
         pytest.param("/v1/messages", b'{"messages":[]}', None, {"dp_rank": 1}, b'{"messages":[]}', id="no id taken"),
-        pytest.param("/v1/messages", b'{"rid":"mine"}', None, {}, b'{"rid":"%b"}' % BASE.encode(), id="not the client's"),
+        pytest.param("/v1/messages", b'{"rid":"mine"}', None, {}, b'{"rid":"%b"}' % BASE.encode(), id="not mine"),
         pytest.param("/v1/completions", b'{"prompt":["a"]}', 1, {"dp_rank": 0},
                      b'{"prompt":["a"],"rid":"%b","routed_dp_rank":0}' % BASE.encode(), id="batch of one"),
     ],

@@ -6,8 +6,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from backends.sglang.metadata import facts_from, parse_version
+from backends.sglang.metadata import facts_from
 from backends.types import EngineFacts, EngineKind, Role
+from backends.versions import parse_version
 from tests.simulator.wire import load_capture
 
 
