@@ -52,6 +52,15 @@ NOT_YET: Final[dict[str, str]] = {
     "request_timeout_s": "leave it off",
     "first_token_timeout_s": "leave it off",
     "stall_timeout_s": "leave it off",
+    "queue_max_requests": "leave it out: requests are not queued yet",
+    "queue_max_age_s": "leave it out: requests are not queued yet",
+    "max_in_flight_per_worker": "leave it out: requests are not queued yet",
+    "pause_hold_s": "leave it out: requests for paused workers get 503",
+    "prefill_header_timeout_s": "leave it out",
+    "prefill_hold_timeout_s": "leave it out",
+    "prefill_overlap": "leave it out",
+    "handoff_drain_timeout_s": "leave it out",
+    "handoff_max_age_s": "leave it out",
 }
 
 _HEADER_TEXT: Final = re.compile(r"[\x21-\x7e]+")

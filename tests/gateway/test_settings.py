@@ -248,7 +248,7 @@ EXAMPLES = {
     "processes": "2",
     "native_n": "true",
     "tokenizer": "m=/d",
-    "admin_allow": "10.0.0.0/8",
+    "prefill_overlap": "immediate",
     "kv_listen": "tcp://*:1",
 }
 
