@@ -1,6 +1,7 @@
 """Owner of everything that goes on after a client has left: aborts, their retries, and reading legs to their ends."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
@@ -18,12 +19,16 @@ from backends.types import Worker
 from backends.upstream.base import UpstreamClient
 from backends.upstream.fetch import fetch
 
+logger = logging.getLogger("forebay.aborts")
+
 # Concurrent calls of one engine's abort route.
 MAX_ABORT_CALLS_PER_WORKER = 64
 # How long a closed unary call on a paused engine is remembered for its later abort.
 MAX_PAUSE_S = 3600.0
 # Legs that are worked on at one time; above it the oldest are closed without further aborts.
 MAX_ADOPTED = 10_000
+# The engine takes no aborts: not from this gateway, or from nobody.
+NO_ABORT_ROUTE = frozenset({401, 403, 404, 405})
 # A wait that took less found the engine running.
 _PAUSE_SEEN_S = 0.001
 
@@ -84,6 +89,7 @@ class AbortSupervisor:
         self._tasks = OwnedTasks("abort")
         self._adopted: dict[asyncio.Task[None], Leg] = {}
         self._slots: dict[str, asyncio.Semaphore] = {}
+        self._refusing: set[str] = set()
         self._is_closed = False
 
     def __len__(self) -> int:
@@ -122,9 +128,9 @@ class AbortSupervisor:
     def abort_attached(self, leg: Leg, engine_ids: Sequence[str]) -> None:
         """Abort ids of ``leg`` while its exchange goes on reading, so that the caller gets the partial answer.
 
-        All of a leg's ids are aborted by the schedule, and the leg is closed when that is over; single items once
-        more after the third retry's time, since nothing shows that an item has ended. Ids whose aborts are under way
-        are left to those.
+        All of a leg's ids are aborted by the schedule, and the leg is closed when that is over, or at once on an
+        engine that takes no aborts; single items once more after the third retry's time, since nothing shows that an
+        item has ended, and they go on where no abort is taken. Ids whose aborts are under way are left to those.
         """
         ids = [one for one in engine_ids if one not in leg.aborting]
         if leg.is_ended or leg.is_detached or self._is_closed or not ids:
@@ -165,26 +171,32 @@ class AbortSupervisor:
                 return
             await asyncio.sleep(wait_s)
 
-    async def _submit(self, leg: Leg, engine_ids: Sequence[str]) -> None:
-        """Send one abort for each id, all at once; failures are left to the retries."""
+    async def _submit(self, leg: Leg, engine_ids: Sequence[str]) -> bool:
+        """Send one abort for each id, all at once; false if the engine takes none, other failures are for retries."""
         if len(engine_ids) == 1:
-            await self._submit_id(leg, engine_ids[0])
-            return
+            return await self._submit_id(leg, engine_ids[0])
         async with asyncio.TaskGroup() as group:
-            for engine_id in engine_ids:
-                group.create_task(self._submit_id(leg, engine_id))
+            tasks = [group.create_task(self._submit_id(leg, engine_id)) for engine_id in engine_ids]
+        return all(task.result() for task in tasks)
 
-    async def _submit_id(self, leg: Leg, engine_id: str) -> None:
-        """Send one abort. The engine's answer is 200 whatever it did, so it is not looked at."""
-        slot = self._slots.setdefault(leg.worker.id, asyncio.Semaphore(self._max_calls_per_worker))
+    async def _submit_id(self, leg: Leg, engine_id: str) -> bool:
+        """Send one abort. An engine that takes it answers 200 whatever it did, so only a refusal says something."""
+        worker = leg.worker
+        slot = self._slots.setdefault(worker.id, asyncio.Semaphore(self._max_calls_per_worker))
         async with slot:
-            self._counters.abort_sent(leg.worker.id)
+            self._counters.abort_sent(worker.id)
             try:
                 async with asyncio.timeout(self._call_timeout_s):
-                    request = leg.backend.abort_request(leg.worker, engine_id)
-                    await fetch(self._client, leg.worker.origin, request)
+                    status, _ = await fetch(self._client, worker.origin, leg.backend.abort_request(worker, engine_id))
             except (UpstreamError, TimeoutError):
-                return
+                return True
+        if status not in NO_ABORT_ROUTE:
+            self._refusing.discard(worker.id)
+            return True
+        if worker.id not in self._refusing:
+            self._refusing.add(worker.id)
+            logger.warning("worker %s takes no aborts (status %d), so its calls are closed instead", worker.id, status)
+        return False
 
     async def _abort_all(self, leg: Leg) -> None:
         await self._until_due(leg)
@@ -203,7 +215,7 @@ class AbortSupervisor:
             aborts.cancel()
 
     async def _abort_by_schedule(self, leg: Leg, was_told: asyncio.Event) -> None:
-        """Submit all ids again and again until the answer has ended, then close the call.
+        """Submit all ids again and again until the answer has ended or the engine takes none; then close the call.
 
         Args:
             leg: The request.
@@ -215,8 +227,10 @@ class AbortSupervisor:
             if leg.call.is_over:
                 return
             was_told.set()
-            await self._submit(leg, leg.engine_ids)
-        await asyncio.sleep(self._retry_sleeps_s[-1])
+            if not await self._submit(leg, leg.engine_ids):
+                break
+        else:
+            await asyncio.sleep(self._retry_sleeps_s[-1])
         if not leg.call.is_over:  # what has arrived is still the reader's
             leg.call.close()
 

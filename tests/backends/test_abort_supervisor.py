@@ -30,6 +30,7 @@ class Engine:
     Attributes:
         ignored: Aborts of an id that have no effect before one has.
         abort_hangs: Its abort route never answers.
+        abort_status: Status of its abort route; with any but 200 nothing is aborted.
         end: What it does to a generation that is aborted.
         aborts: Ids of all aborts, in order, with the loop's time.
         left: Ids of the generations whose connection went before their end.
@@ -38,6 +39,7 @@ class Engine:
     def __init__(self) -> None:
         self.ignored = 0
         self.abort_hangs = False
+        self.abort_status = b"200 OK"
         self.end: Callable[[Connection], Awaitable[None]] = self.answer_partially
         self.aborts: list[tuple[float, str]] = []
         self.left: list[str] = []
@@ -76,6 +78,9 @@ class Engine:
                 await connection.hang()
                 return
             await asyncio.sleep(0)
+            if self.abort_status != b"200 OK":
+                await connection.send(answer(status=self.abort_status))
+                return
             count = self._counts[rid] = self._counts.get(rid, 0) + 1
             if count > self.ignored and rid in self._running:
                 self._running[rid].set()
@@ -407,6 +412,60 @@ async def test_an_attached_abort_that_never_works_closes_the_call() -> None:
         assert len(b.engine.aborts) == len(SCHEDULE_S) + 1
         leg.end()
         await idle(supervisor)
+
+
+REFUSALS = [b"401 Unauthorized", b"403 Forbidden", b"404 Not Found", b"405 Method Not Allowed"]
+
+
+@pytest.mark.parametrize("status", REFUSALS)
+async def test_s3_18_an_engine_that_takes_no_aborts_is_closed_at_once(
+    status: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with bench() as b:
+        b.engine.abort_status = status
+        supervisor = b.supervisor(retry_sleeps_s=(FOREVER_S,))
+        cancelled(await b.leg("a" * 32), CancelPlan.ABORT_AND_READ, supervisor)
+        await idle(supervisor)
+        assert (b.counters.sent, b.counters.confirmed, b.counters.unconfirmed) == (1, 0, 1)
+        cancelled(await b.leg("b" * 32, "c" * 32), CancelPlan.ABORT_AND_READ, supervisor)
+        await idle(supervisor)
+        assert b.engine.aborted_ids == ["a" * 32, "b" * 32, "c" * 32]
+        await until(lambda: b.engine.left == ["a" * 32, "b" * 32], "the engine sees the close")
+    assert caplog.text.count("takes no aborts") == 1
+
+
+@pytest.mark.parametrize("status", REFUSALS)
+async def test_s3_18_the_reader_of_a_request_that_can_only_be_closed_is_told(status: bytes) -> None:
+    async with bench() as b:
+        b.engine.abort_status = status
+        supervisor = b.supervisor(retry_sleeps_s=(FOREVER_S,))
+        leg = await b.leg()
+        supervisor.abort_attached(leg, leg.engine_ids)
+        with pytest.raises(CallClosed):
+            await leg.call.head()
+        leg.end()
+        await idle(supervisor)
+        assert b.counters.sent == 1
+
+
+async def test_a_failure_that_is_no_refusal_is_repeated() -> None:
+    async with bench() as b:
+        b.engine.abort_status = b"500 Internal Server Error"
+        supervisor = b.supervisor()
+        cancelled(await b.leg(), CancelPlan.ABORT_AND_READ, supervisor)
+        await idle(supervisor)
+        assert b.counters.sent == len(SCHEDULE_S) + 1
+
+
+async def test_one_item_is_not_worth_closing_all() -> None:
+    async with bench() as b:
+        b.engine.abort_status = b"403 Forbidden"
+        supervisor = b.supervisor()
+        leg = await b.leg("a" * 32, "b" * 32)
+        supervisor.abort_attached(leg, ["b" * 32])
+        await idle(supervisor)
+        assert not leg.call.is_over
+        leg.end()
 
 
 async def test_an_answer_that_nobody_has_read_yet_is_not_closed() -> None:
