@@ -35,6 +35,7 @@ def facts_from(models: bytes, version: bytes, metrics: bytes) -> EngineFacts:
 
     Raises:
         msgspec.DecodeError: A body is not as the engine documents, or names no model.
+        ValueError: The same.
     """
     served = msgspec.json.decode(models, type=_Models).data
     text = msgspec.json.decode(version, type=_Version).version
@@ -43,7 +44,7 @@ def facts_from(models: bytes, version: bytes, metrics: bytes) -> EngineFacts:
     base = next((model for model in served if model.parent is None), served[0])
     page = metrics.decode("utf-8", "replace")
     ranks = [dict(_LABEL.findall(labels)) for labels in _CACHE_CONFIG.findall(page)]
-    sizes = [int(labels["block_size"]) for labels in ranks if labels.get("block_size", "").isdigit()]
+    sizes = [int(labels["block_size"]) for labels in ranks if labels.get("block_size", "").strip("0").isdecimal()]
     started = _STARTED.search(page)
     return EngineFacts(
         engine=EngineKind.VLLM,

@@ -1,0 +1,1 @@
+"""Tests of: The vLLM backend."""
