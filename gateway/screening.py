@@ -41,6 +41,7 @@ ENGINE_FIELDS = frozenset(
         "multi_item_delimiter_indices",
         "need_wait_for_mm_inputs",
         "num_items_assigned",
+        "positional_embed_overrides",
         "token_indices_to_pool",
     }
 )
@@ -48,19 +49,37 @@ INTERNAL_PREFIX = "bootstrap_"
 INTERNAL_FIELDS = ROUTING_FIELDS | ENGINE_FIELDS
 # SGLang dies of more top log-probabilities than the vocabulary has tokens; none has fewer than this.
 MAX_TOP_LOGPROBS = 1024
+# No vocabulary has more tokens, and what an engine cannot hold in 32 bits it does not hold at all.
+MAX_TOKEN_ID = 2**31 - 1
 # JSON text of one value and one index of a top-k pair, and the same in Base64 of float32 and int32.
 BYTES_PER_PAIR = 24
 BYTES_PER_PAIR_B64 = 10
 
+_texts = msgspec.json.Decoder(list[str | dict[str, msgspec.Raw]])
 _values = msgspec.json.Decoder(float | str | list[float | str | None])
 # Where a route takes the number of top log-probabilities.
 _TOP_LOGPROBS = {
     Dialect.NATIVE: "top_logprobs_num",
     Dialect.CHAT: "top_logprobs",
     Dialect.COMPLETIONS: "logprobs",
+    Dialect.RESPONSES: "top_logprobs",
 }
 # Quotes inside a JSON string are escaped, so this finds empty items only.
 _EMPTY_ITEM = re.compile(rb'[\[,]\s*""')
+_EMPTY_LIST = re.compile(rb"\[\s*\]")
+_EXPONENT = re.compile(rb"\d[eE]")
+_LONG_NUMBER = re.compile(rb"\d{10,}")
+# Long numbers are found by one search for ten equal digits, a tenth of what a pattern costs on a long prompt.
+_ALL_DIGITS_ALIKE = bytes.maketrans(b"123456789", b"000000000")
+_TEN_DIGITS = b"0" * 10
+_IDS_ONLY = frozenset({"input_ids", "label_token_ids"})
+# Fields that hold ids, texts, or lists of either.
+_PROMPT_FIELDS = {
+    "/v1/completions": ("input_ids", "prompt"),
+    "/v1/embeddings": ("input_ids", "input"),
+    "/v1/classify": ("input_ids", "input"),
+    "/v1/score": ("query", "items", "label_token_ids"),
+}
 
 
 class Sampling(msgspec.Struct):
@@ -122,16 +141,66 @@ def refuse_deadly(body: JsonBody, route: Route) -> None:
         InvalidRequest: Names the field.
     """
     if route.dialect is Dialect.NATIVE:
-        text = body.text("text")
-        if text == b'""' or (text.startswith(b"[") and _EMPTY_ITEM.search(text)):
-            raise InvalidRequest("'text' is empty", param="text")
-    for name in ("input_ids", "prompt", "input"):
+        _refuse_empty(body.text("text"), "text", is_alone_empty=True)
+    if route.dialect is Dialect.COMPLETIONS:
+        _refuse_empty(body.text("prompt"), "prompt", is_alone_empty=False)
+    for name in _PROMPT_FIELDS.get(route.path, ("input_ids",)):
         ids = body.text(name)
-        if ids.startswith(b"[") and b'"' not in ids and b"-" in ids:
-            raise InvalidRequest(f"{name!r} holds a negative id", param=name)
+        if ids.startswith(b"["):
+            _refuse_impossible_ids(ids, name)
+    if route.path == "/v1/score" and _is_empty(body.text("query")) and _has_empty_item(body.text("items")):
+        raise InvalidRequest("'query' is empty and so is one of 'items'", param="items")
     field = _TOP_LOGPROBS.get(route.dialect, "")
     if _largest(body.text(field)) > MAX_TOP_LOGPROBS:
         raise InvalidRequest(f"{field!r} is {MAX_TOP_LOGPROBS} at most", param=field)
+
+
+def _refuse_empty(text: bytes, name: str, *, is_alone_empty: bool) -> None:
+    """Refuse an empty text in a batch, or alone where the engine does not refuse that itself."""
+    if (text == b'""' and is_alone_empty) or (text.startswith(b"[") and _has_empty_text(text)):
+        raise InvalidRequest(f"{name!r} is empty", param=name)
+
+
+def _refuse_impossible_ids(ids: bytes, name: str) -> None:
+    """Refuse ids that no vocabulary has; by searches for bytes, since a long prompt is not to be parsed."""
+    if b'"' in ids:
+        _refuse_ids_among_texts(ids, name)
+    elif b"-" in ids:
+        raise InvalidRequest(f"{name!r} holds a negative id", param=name)
+    elif (_TEN_DIGITS in ids.translate(_ALL_DIGITS_ALIKE) and any(map(_is_above, _LONG_NUMBER.findall(ids)))) or (
+        (b"e" in ids or b"E" in ids) and _EXPONENT.search(ids)
+    ):
+        raise InvalidRequest(f"{name!r} holds an id above {MAX_TOKEN_ID}", param=name)
+
+
+def _refuse_ids_among_texts(items: bytes, name: str) -> None:
+    """Refuse numbers in strings, which an engine takes for ids where nothing but ids, or an id beside them, is."""
+    if name in _IDS_ONLY:
+        raise InvalidRequest(f"{name!r} holds texts where ids are wanted", param=name)
+    try:
+        _texts.decode(items)
+    except msgspec.ValidationError as exc:
+        raise InvalidRequest(f"{name!r} mixes texts with something else", param=name) from exc
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return  # no text to the engine either
+
+
+def _is_above(digits: bytes) -> bool:
+    return len(digits) > 10 or int(digits) > MAX_TOKEN_ID
+
+
+def _is_empty(value: bytes) -> bool:
+    """A query without a token."""
+    return value == b'""' or _EMPTY_LIST.fullmatch(value) is not None
+
+
+def _has_empty_item(items: bytes) -> bool:
+    """Items of which one, or all of them together, are nothing."""
+    return _is_empty(items) or _has_empty_text(items) or _EMPTY_LIST.search(items) is not None
+
+
+def _has_empty_text(items: bytes) -> bool:
+    return b'""' in items and _EMPTY_ITEM.search(items) is not None
 
 
 def _largest(text: bytes) -> float:
