@@ -163,9 +163,9 @@ def _refuse_empty(text: bytes, name: str, *, is_alone_empty: bool) -> None:
 
 def _refuse_impossible_ids(ids: bytes, name: str) -> None:
     """Refuse ids that no vocabulary has; by searches for bytes, since a long prompt is not to be parsed."""
-    if b'"' in ids:
+    if b'"' in ids and name not in _IDS_ONLY:
         _refuse_ids_among_texts(ids, name)
-    elif b"-" in ids:
+    elif b"-" in ids or b"\\" in ids:  # a number in a string may be one to the engine, in whatever spelling
         raise InvalidRequest(f"{name!r} holds a negative id", param=name)
     elif (_TEN_DIGITS in ids.translate(_ALL_DIGITS_ALIKE) and any(map(_is_above, _LONG_NUMBER.findall(ids)))) or (
         (b"e" in ids or b"E" in ids) and _EXPONENT.search(ids)
@@ -174,9 +174,7 @@ def _refuse_impossible_ids(ids: bytes, name: str) -> None:
 
 
 def _refuse_ids_among_texts(items: bytes, name: str) -> None:
-    """Refuse numbers in strings, which an engine takes for ids where nothing but ids, or an id beside them, is."""
-    if name in _IDS_ONLY:
-        raise InvalidRequest(f"{name!r} holds texts where ids are wanted", param=name)
+    """Refuse texts and ids in one list, since an engine takes a number in a string for one beside others."""
     try:
         _texts.decode(items)
     except msgspec.ValidationError as exc:

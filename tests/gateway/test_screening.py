@@ -149,6 +149,7 @@ def test_what_kills_an_engine_is_refused(body: dict[str, Any] | bytes, path: str
         pytest.param({"messages": [], "logprobs": True, "top_logprobs": 5}, CHAT, id="chat"),
         pytest.param({"input_ids": [0, 1, 2**31 - 1]}, NATIVE, id="ids up to 31 bits"),
         pytest.param(b'{"input_ids":[true,false,null]}', NATIVE, id="letters among ids are the engine's to judge"),
+        pytest.param({"input_ids": ["a"]}, NATIVE, id="a text where ids are wanted"),
         pytest.param({"input_ids": [[1, 2], []]}, NATIVE, id="an empty list of ids in a batch"),
         pytest.param({"text": "a", "input_embeds": [[-1.5, 1e-9]]}, NATIVE, id="embeddings"),
         pytest.param({"prompt": ["a-1", "9999999999", "1e9"]}, COMPLETIONS, id="numbers in texts"),
