@@ -40,6 +40,7 @@ class Leg:
     __slots__ = (
         "_booking",
         "_on_end",
+        "_on_first_token",
         "aborting",
         "backend",
         "call",
@@ -60,6 +61,7 @@ class Leg:
         call: UpstreamCall,
         booking: Booking,
         on_end: Callable[["Leg"], None],
+        on_first_token: Callable[[], None] | None = None,
     ) -> None:
         self.worker = worker
         self.backend = backend
@@ -72,10 +74,14 @@ class Leg:
         self.stop_aborting: list[Callable[[], object]] = []
         self._booking = booking
         self._on_end = on_end
+        self._on_first_token = on_first_token
 
     def first_token(self) -> None:
         """The engine has produced something."""
         self._booking.first_token()
+        if self._on_first_token is not None:
+            self._on_first_token()
+            self._on_first_token = None
 
     def end(self) -> None:
         """Release what the leg holds. A second call does nothing, since several parties may see the end."""

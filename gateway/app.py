@@ -21,6 +21,7 @@ from backends.upstream.h1 import H1Client
 from backends.upstream.httpx_client import HttpxClient
 from backends.upstream.tls import client_context
 from backends.vllm.backend import VLLMBackend
+from backends.worker_spec import WorkerSpec
 from gateway.access_log import AccessLog
 from gateway.api.control import control_router
 from gateway.api.fleet import fleet_router
@@ -103,7 +104,7 @@ class Gateway:
             breaker_failures=settings.breaker_failures,
             breaker_open_s=settings.breaker_open_s,
         )
-        self._file_workers = settings.workers
+        self._file_workers = self._read_file_workers(settings)
         self.asgi = DataPlane(self.services, self.keys, self._make_fastapi())
 
     def _make_services(self, settings: Settings) -> Services:
@@ -189,10 +190,21 @@ class Gateway:
         self.services.is_draining = True
         self.drained.set()
 
+    @staticmethod
+    def _read_file_workers(settings: Settings) -> tuple[WorkerSpec, ...] | None:
+        """The file's workers, ``None`` where those of the command line or the environment stand in their place."""
+        if settings.config is None:
+            return None
+        from_file = read_config_workers(settings.config)
+        return from_file if from_file == settings.workers else None
+
     def reload(self) -> None:
         """Read the configuration file's workers again: new ones are added, missing ones drained and removed."""
         if self.settings.config is None:
             logger.warning("nothing to read again: no --config file was given")
+            return
+        if self._file_workers is None:
+            logger.warning("the file's workers are not read: others were given by --worker or FOREBAY_WORKER")
             return
         try:
             wanted = read_config_workers(self.settings.config)

@@ -5,8 +5,11 @@ Exit codes: 0 stopped or done, 1 failed, 2 bad arguments. Users' errors are one 
 
 import argparse
 import importlib.metadata
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 
 from gateway.settings import SettingsError, load_settings
 
@@ -55,10 +58,33 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _serve(argv: Sequence[str]) -> int:
-    settings = load_settings(argv)
-    from gateway.server import run
+    with _early_signals():
+        settings = load_settings(argv)
+        from gateway.server import run
 
-    return run(settings)
+        return run(settings)
+
+
+@contextmanager
+def _early_signals() -> Iterator[None]:
+    """Before the server has handlers of its own nothing is admitted, so that SIGTERM just ends it, also as process 1.
+
+    Without a handler the system ignores the signal for process 1 and kills any other with a code that looks like
+    a failure.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(0)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    if hasattr(signal, "SIGHUP"):
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the file is about to be read in any case
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if hasattr(signal, "SIGHUP"):
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def _simulate(argv: Sequence[str]) -> int:

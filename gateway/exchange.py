@@ -5,7 +5,14 @@ Knows neither ASGI nor an engine's field names. Ends in exactly one outcome, wha
 
 import logging
 
-from backends.errors import CallEnded, ConnectFailed, ConnectionDropped, UpstreamError
+from backends.errors import (
+    AnswerTooLarge,
+    CallEnded,
+    ConnectFailed,
+    ConnectionDropped,
+    RequestUnsendable,
+    UpstreamError,
+)
 from backends.leg import Leg, cancel
 from backends.lifecycle import Cause
 from gateway.access_log import AccessRecord
@@ -27,7 +34,7 @@ from gateway.errors import (
     report_of,
 )
 from gateway.outcome import Outcome
-from gateway.placement import Placed, place
+from gateway.placement import Placed, eligible, place
 from gateway.relay import AnswerRelay
 from gateway.routes import Route
 from gateway.screening import refuse_engine_state
@@ -44,6 +51,8 @@ _STOPPED = {
     Cause.CLIENT_ABORT: ABORTED,
 }
 _WORKERS_FAULT = frozenset({Outcome.ENGINE_ERROR, Outcome.TRUNCATED})
+# What a request brings upon itself on any worker.
+_REQUESTS_FAULT = (AnswerTooLarge, RequestUnsendable)
 
 
 class Exchange:
@@ -141,13 +150,19 @@ class Exchange:
 
     def is_on(self, worker_id: str) -> bool:
         """Whether that worker serves the request now; see ``LiveRequest.is_on``."""
-        return self._placed is not None and self._placed.leg.worker.id == worker_id
+        placed = self._placed
+        return placed is not None and placed.leg.worker.id == worker_id and not placed.leg.is_ended
 
     def abort(self, item_id: str | None) -> str | None:
         """Have the engine stop the request or an item of it; see ``LiveRequest.abort``."""
         placed, envelope = self._placed, self._envelope
-        if placed is None or envelope is None or placed.leg.is_ended:
+        if placed is None or envelope is None:
             return None
+        if placed.leg.is_ended:
+            if self._outcome is not None or self._cause is not None:
+                return None
+            self.stop(Cause.CLIENT_ABORT)  # between two attempts: there is to be no other one
+            return placed.leg.worker.id
         ids = placed.leg.engine_ids
         if not ids:  # the engine takes no abort for it, so that closing is all there is
             self.stop(Cause.CLIENT_ABORT)
@@ -199,7 +214,7 @@ class Exchange:
             try:
                 verdict = await self._relay.forward(placed)
             except (UpstreamError, GatewayError) as exc:
-                if not await self._try_another(placed, exc):
+                if not await self._try_another(envelope, placed, exc):
                     raise
             else:
                 services.metrics.attempt(placed.leg.worker.id, str(verdict.outcome))
@@ -207,13 +222,14 @@ class Exchange:
                 self._end(placed.leg)
                 return verdict
 
-    async def _try_another(self, placed: Placed, error: Exception) -> bool:
+    async def _try_another(self, envelope: Envelope, placed: Placed, error: Exception) -> bool:
         """After a failed attempt: settle it, and say whether the request goes to another worker."""
         worker = placed.leg.worker
         report = report_of(error)
         self._services.metrics.attempt(worker.id, str(report.outcome))
         logger.info("request %s on %s: %s", self._public_id, worker.id, error)
-        self._judge(placed, failed=report.status >= 500 and report.type != "overloaded")
+        is_busy = report.type == "overloaded" or isinstance(error, _REQUESTS_FAULT)
+        self._judge(placed, failed=report.status >= 500 and not is_busy)
         self._end(placed.leg)
         failure = await self._failure(placed, error, report)
         if failure in (Failure.UNREACHABLE, Failure.DIED):
@@ -222,12 +238,12 @@ class Exchange:
         if self._attempts.deaths > 1:
             raise GatewayError(ENGINE_DIED) from error
         is_open = self._cause is None and not self._relay.status and not self._services.is_draining
-        return may_retry and is_open and self._has_others()
+        return may_retry and is_open and self._has_others(envelope)
 
     async def _failure(self, placed: Placed, error: Exception, report: ErrorReport) -> Failure:
         if isinstance(error, ConnectFailed):
             return Failure.UNREACHABLE
-        if isinstance(error, ConnectionDropped):
+        if isinstance(error, ConnectionDropped) and self._cause is None:
             # Whether the worker is still there decides if another one may be risked for this request.
             return Failure.DROPPED if await self._services.is_alive(placed.leg.worker) else Failure.DIED
         if isinstance(error, EngineRefused) and report.status == 503:
@@ -243,12 +259,13 @@ class Exchange:
         else:
             self._services.fleet.succeeded(placed.member)
 
-    def _has_others(self) -> bool:
+    def _has_others(self, envelope: Envelope) -> bool:
+        """Whether the request can go anywhere else, pins and breakers included; if not, its own error is told."""
         try:
-            candidates = self._services.fleet.candidates(self._model)
-        except RoutingError:
+            eligible(self._services, self._route, envelope, self._model, self._attempts.failed)
+        except (GatewayError, RoutingError):
             return False
-        return any(candidate.key.worker_id not in self._attempts.failed for candidate in candidates)
+        return True
 
     def _end(self, leg: Leg) -> None:
         if not leg.is_detached:

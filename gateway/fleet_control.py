@@ -106,7 +106,7 @@ class FleetControl:
         )
         self._specs[worker.id] = spec
         self._fleet.add(member)
-        watch = WorkerWatch(member, self._backends, self._times)
+        watch = WorkerWatch(member, self._backends, self._times, self._fleet.restarted)
         name = f"watch {worker.id}"
         self._watches[worker.id] = self._loops.spawn(supervise(name, watch.run, self._on_fatal), name)
         logger.info("worker %s added", worker.id)
@@ -123,10 +123,11 @@ class FleetControl:
 
         Args:
             member: The worker.
-            drain_timeout_s: What its requests get.
+            drain_timeout_s: What its requests get from now on, also where a removal with another limit is under way.
         """
-        if member.worker.id in self._removals:
-            return
+        removal = self._removals.pop(member.worker.id, None)
+        if removal is not None:
+            removal.cancel()
         member.is_draining = True
         self._removals[member.worker.id] = self._drains.spawn(
             self._remove(member, drain_timeout_s), f"remove {member.worker.id}"
@@ -166,7 +167,7 @@ class FleetControl:
         kept = {worker_id(spec) for spec in wanted}
         for spec in known:
             member = self._fleet.get(worker_id(spec))
-            if member is not None and member.worker.id not in kept:
+            if member is not None and member.worker.id not in kept and not member.is_draining:
                 self.remove(member, drain_timeout_s)
         for spec in wanted:
             member = self.add(spec)

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from backends.base import Backend
@@ -39,12 +40,20 @@ class WorkerWatch:
         member: The worker.
         backends: One for each engine kind.
         times: Durations.
+        on_restart: Told when the worker is found to be another process than before.
     """
 
-    def __init__(self, member: Member, backends: dict[EngineKind, Backend], times: WatchTimes) -> None:
+    def __init__(
+        self,
+        member: Member,
+        backends: dict[EngineKind, Backend],
+        times: WatchTimes,
+        on_restart: Callable[[Member], None] = lambda member: None,
+    ) -> None:
         self._member = member
         self._backends = backends
         self._times = times
+        self._on_restart = on_restart
         self._backoff_s = FIRST_BACKOFF_S
 
     async def run(self) -> None:
@@ -99,6 +108,7 @@ class WorkerWatch:
         known = self._member.facts
         if known is not None and known.boot_id != boot_id:
             logger.warning("worker %s has restarted", self._member.worker.id)
+            self._on_restart(self._member)
 
     async def _probe_until_lost(self) -> None:
         """Probe until the member has to be identified again."""

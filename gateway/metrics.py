@@ -127,13 +127,15 @@ class Metrics:
 
     def attempt(self, worker_id: str, result: str) -> None:
         """Count one attempt at a worker; ``result`` is one of a few words of the caller's."""
-        key = (self._worker_label(worker_id), result)
-        self._attempts[key] = self._attempts.get(key, 0) + 1
+        label = self._label_of(worker_id)
+        if label is not None:
+            self._attempts[label, result] = self._attempts.get((label, result), 0) + 1
 
     def abort_sent(self, worker_id: str) -> None:
         """Count an abort that was written to a worker."""
-        label = self._worker_label(worker_id)
-        self._aborts_sent[label] = self._aborts_sent.get(label, 0) + 1
+        label = self._label_of(worker_id)
+        if label is not None:
+            self._aborts_sent[label] = self._aborts_sent.get(label, 0) + 1
 
     def abort_confirmed(self) -> None:
         """Count an aborted request whose end the engine showed."""
@@ -148,11 +150,11 @@ class Metrics:
         self._route.observe(seconds)
 
     def worker_ready(self, worker_id: str, is_ready: bool) -> None:
-        """Note whether a worker takes requests."""
-        self._ready[self._worker_label(worker_id)] = is_ready
+        """Note whether a worker takes requests; from the first time on it has series of its own."""
+        self._ready[_bounded(self._workers, worker_id, MAX_WORKERS)] = is_ready
 
     def forget_worker(self, worker_id: str) -> None:
-        """Drop every series of a worker that left the fleet."""
+        """Drop every series of a worker that left the fleet; what its last requests still do is not counted."""
         self._workers.discard(worker_id)
         self._ready.pop(worker_id, None)
         self._aborts_sent.pop(worker_id, None)
@@ -168,8 +170,11 @@ class Metrics:
             return UNKNOWN
         return _bounded(self._models, model, MAX_MODELS)
 
-    def _worker_label(self, worker_id: str) -> str:
-        return _bounded(self._workers, worker_id, MAX_WORKERS)
+    def _label_of(self, worker_id: str) -> str | None:
+        """A worker's label, ``None`` if it has left the fleet: requests may end after that."""
+        if worker_id in self._workers:
+            return worker_id
+        return OTHER if len(self._workers) >= MAX_WORKERS else None
 
     def _families(self) -> Iterator[Metric]:
         yield _counter(

@@ -59,7 +59,7 @@ def place(services: Services, route: Route, envelope: Envelope, model: str, fail
         RoutingError: Nothing can take it.
         GatewayError: Nothing that is there ever could.
     """
-    candidates = _eligible(services, route, envelope, model, failed)
+    candidates = eligible(services, route, envelope, model, failed)
     choice = services.policy.select(RouteRequest(envelope.prompt_tokens, envelope.stickiness_key), candidates)
     key = choice.candidate.key
     member = services.fleet.get(key.worker_id)
@@ -92,6 +92,7 @@ def place(services: Services, route: Route, envelope: Envelope, model: str, fail
     except BaseException:
         booking.release()
         raise
+    is_trial = member.worker.id in services.fleet.tripped
     leg = Leg(
         worker=member.worker,
         backend=backend,
@@ -99,9 +100,10 @@ def place(services: Services, route: Route, envelope: Envelope, model: str, fail
         call=call,
         booking=booking,
         on_end=services.legs.ended,
+        on_first_token=functools.partial(services.fleet.answering, member) if is_trial else None,
     )
     services.legs.add(leg)
-    if services.fleet.tripped:
+    if is_trial:
         services.fleet.sent(member, services.clock())
     ids = id_map(
         engine_ids,
@@ -122,7 +124,7 @@ def place(services: Services, route: Route, envelope: Envelope, model: str, fail
     )
 
 
-def _eligible(
+def eligible(
     services: Services, route: Route, envelope: Envelope, model: str, failed: set[str]
 ) -> tuple[Candidate, ...]:
     """Ranks that this request may go to now.

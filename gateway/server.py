@@ -131,6 +131,8 @@ async def run_async(settings: Settings, *, on_started: Callable[[str], None] | N
     with sock:
         access_log = AccessLog(log_format=settings.log_format)
         try:
+            if settings.tls_key_file is not None and settings.tls_cert_file is None:
+                raise SettingsError("--tls-key-file: a key without its certificate; give --tls-cert-file too")
             gateway = Gateway(settings, access_log)
         except SettingsError as exc:
             await access_log.close()
@@ -149,7 +151,11 @@ async def run_async(settings: Settings, *, on_started: Callable[[str], None] | N
             server.config.load()
         except (OSError, ValueError) as exc:  # ssl.SSLError is an OSError
             await access_log.close()
-            sys.stderr.write(f"forebay: the certificate or its key cannot be used: {exc} (--tls-cert-file)\n")
+            key_file = settings.tls_key_file or "inside it"
+            sys.stderr.write(
+                f"forebay: --tls-cert-file: the certificate {settings.tls_cert_file} or its key ({key_file}) "
+                f"cannot be used: {exc}\n"
+            )
             return 1
         await server.serve(sockets=[sock])
     if gateway.failed is not None:

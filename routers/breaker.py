@@ -55,6 +55,13 @@ class Breaker:
         self._failures = 0
         self._trial_at = None
 
+    def answering(self) -> None:
+        """The trial has begun to answer: that lets other requests through, but one more failure opens it again."""
+        if self._state is BreakerState.HALF_OPEN:
+            self._state = BreakerState.CLOSED
+            self._failures = self._threshold - 1
+            self._trial_at = None
+
     def failed(self, now: float) -> None:
         """The worker failed: a reset, a time-out, a 5xx."""
         self._failures += 1

@@ -239,6 +239,7 @@ class Fleet:
     def remove(self, worker_id: str) -> None:
         """Forget a worker."""
         member = self._members.pop(worker_id)
+        member.is_paused = False  # nobody waits for it any more
         self.tripped.discard(worker_id)
         self._changed(member)
 
@@ -251,6 +252,16 @@ class Fleet:
         """A request goes to ``member``; while its breaker is not closed, it is the trial."""
         member.breaker.sent(now)
 
+    def answering(self, member: Member) -> None:
+        """The trial that went to ``member`` is being answered; its end may be minutes away."""
+        member.breaker.answering()
+        if member.breaker.state is BreakerState.CLOSED:
+            self.tripped.discard(member.worker.id)
+
+    def restarted(self, member: Member) -> None:
+        """``member`` is another process than before, whose failures are not its own."""
+        self.succeeded(member)
+
     def succeeded(self, member: Member) -> None:
         """``member`` has answered a request."""
         member.breaker.succeeded()
@@ -259,7 +270,7 @@ class Fleet:
     def failed(self, member: Member, now: float) -> None:
         """``member`` has failed a request, through no fault of the request's."""
         member.breaker.failed(now)
-        if member.breaker.state is not BreakerState.CLOSED:
+        if member.breaker.state is not BreakerState.CLOSED and self._members.get(member.worker.id) is member:
             self.tripped.add(member.worker.id)
 
     def not_tripped(self, candidates: tuple[Candidate, ...], now: float) -> tuple[Candidate, ...]:

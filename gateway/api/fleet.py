@@ -1,26 +1,29 @@
 """Adding, removing and addressing workers, for administrators. Two families: our own, and that of older routers."""
 
 import asyncio
-from typing import Literal
+from typing import Annotated, Literal
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic import BaseModel, ConfigDict
 
 from backends.control import bearer
 from backends.errors import UpstreamError
 from backends.upstream.base import UpstreamClient, UpstreamRequest
-from backends.upstream.fetch import fetch
-from backends.worker_spec import WorkerSpec, WorkerSpecError, normalize_worker_url, worker_id
+from backends.upstream.fetch import fetch_answer
+from backends.worker_spec import WorkerSpec, WorkerSpecError, worker_id, worker_spec_from_mapping
 from gateway.api.json_response import json_response
 from gateway.api.refusals import admin_guard
 from gateway.auth import Keys
 from gateway.errors import InvalidRequest, report_of
 from gateway.fleet_control import FleetControl
 from gateway.services import Services
+from gateway.settings import DAY_S
 from routers.fleet import Member
 
 # Longest wait for an engine's admin route; weight updates take minutes.
 CALL_TIMEOUT_S = 3600.0
+# As on the command line: at most a day.
+DrainTimeout = Annotated[float, Query(ge=0, le=DAY_S, allow_inf_nan=False)]
 # Headers of an addressed call that go on to the engine.
 _CALL_HEADERS = frozenset({b"content-type", b"accept"})
 
@@ -40,17 +43,31 @@ class NewWorker(BaseModel):
 
 
 def _spec(new: NewWorker) -> WorkerSpec:
+    values = {
+        "url": new.url,
+        "engine": new.engine,
+        "role": new.worker_type,
+        "model": new.model_id,
+        "kv_events": new.kv_events,
+        "bootstrap_port": new.bootstrap_port,
+    }
     try:
-        return WorkerSpec(
-            url=normalize_worker_url(new.url),
-            engine=new.engine,
-            role=new.worker_type or "auto",
-            model=new.model_id,
-            kv_events=new.kv_events,
-            bootstrap_port=new.bootstrap_port,
-        )
+        return worker_spec_from_mapping({key: value for key, value in values.items() if value not in (None, "")})
     except WorkerSpecError as exc:
         raise InvalidRequest(str(exc), param="url") from exc
+
+
+def _api_key(new: NewWorker) -> str | None:
+    """The credential; clients that have none may say so with the word.
+
+    Raises:
+        InvalidRequest: No header can carry it.
+    """
+    if not new.api_key or new.api_key == "None":
+        return None
+    if not (new.api_key.isascii() and new.api_key.isprintable()) or " " in new.api_key:
+        raise InvalidRequest("'api_key' has a space or a character outside ASCII", param="api_key")
+    return new.api_key
 
 
 def fleet_router(
@@ -79,7 +96,7 @@ def fleet_router(
         return member_of(worker_id(_spec(NewWorker(url=url))))
 
     def add(new: NewWorker) -> Response:
-        member = workers.add(_spec(new), api_key=new.api_key)
+        member = workers.add(_spec(new), api_key=_api_key(new))
         location = f"/workers/{member.worker.id}"
         body = {
             "status": "accepted",
@@ -100,8 +117,8 @@ def fleet_router(
         return add(new)
 
     @router.delete("/workers/{worker}")
-    async def delete_worker(worker: str, drain_timeout_s: float = drain_timeout_s) -> Response:
-        return remove(member_of(worker), max(drain_timeout_s, 0.0))
+    async def delete_worker(worker: str, drain_timeout_s: DrainTimeout = drain_timeout_s) -> Response:
+        return remove(member_of(worker), drain_timeout_s)
 
     @router.post("/add_worker")
     async def add_by_url(request: Request, url: str | None = None) -> Response:
@@ -112,23 +129,42 @@ def fleet_router(
         return remove(member_at(await _url_of(request, url)), drain_timeout_s)
 
     @router.api_route("/workers/{worker}/call/{path:path}", methods=["GET", "POST", "PUT", "DELETE"])
-    async def call(worker: str, path: str, request: Request) -> Response:
-        member = member_of(worker)
-        query = f"?{request.url.query}" if request.url.query else ""
-        headers = [h for h in request.headers.raw if h[0] in _CALL_HEADERS]
-        headers += bearer(member.worker.admin_api_key or member.worker.api_key)
-        upstream = UpstreamRequest(request.method, f"/{path}{query}", headers, [await request.body()])
-        try:
-            async with asyncio.timeout(CALL_TIMEOUT_S):
-                status, body = await fetch(control, member.worker.origin, upstream)
-        except (UpstreamError, TimeoutError) as exc:
-            report = report_of(exc) if isinstance(exc, UpstreamError) else None
-            message = report.message if report else f"no answer within {CALL_TIMEOUT_S:g} s"
-            raise InvalidRequest(message, status=report.status if report else 504, type="unavailable") from exc
-        media_type = "application/json" if body[:1] in (b"{", b"[", b'"') else "text/plain"
-        return Response(body, status, {"x-forebay-worker": member.worker.id}, media_type=media_type)
+    async def call(worker: str, request: Request) -> Response:
+        return await _call(control, member_of(worker), request)
 
     return router
+
+
+async def _call(control: UpstreamClient, member: Member, request: Request) -> Response:
+    """Hand a request on to one engine, and its answer back.
+
+    Raises:
+        InvalidRequest: There is no answer; the status says why.
+    """
+    target = _target(request)
+    headers = [h for h in request.headers.raw if h[0] in _CALL_HEADERS]
+    headers += bearer(member.worker.admin_api_key or member.worker.api_key)
+    upstream = UpstreamRequest(request.method, target, headers, [await request.body()])
+    try:
+        async with asyncio.timeout(CALL_TIMEOUT_S):
+            head, body = await fetch_answer(control, member.worker.origin, upstream)
+    except (UpstreamError, TimeoutError) as exc:
+        report = report_of(exc) if isinstance(exc, UpstreamError) else None
+        message = report.message if report else f"no answer within {CALL_TIMEOUT_S:g} s"
+        raise InvalidRequest(message, status=report.status if report else 504, type="unavailable") from exc
+    passed = {"x-forebay-worker": member.worker.id}
+    for name, value in head.headers:
+        if name == b"content-type":
+            passed["content-type"] = value.decode("latin-1")
+    return Response(body, head.status, passed)
+
+
+def _target(request: Request) -> str:
+    """What follows ``/call`` in the request's target, as it was written."""
+    raw_path: bytes = request.scope["raw_path"].partition(b"?")[0]
+    query: bytes = request.scope["query_string"]
+    path = b"/" + raw_path.partition(b"/call/")[2]
+    return (path + b"?" + query if query else path).decode("latin-1")
 
 
 async def _url_of(request: Request, url: str | None) -> str:

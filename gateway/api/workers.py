@@ -33,6 +33,7 @@ def describe_member(services: Services, member: Member) -> dict[str, object]:
         "kv": {"state": "off", "blocks": 0, "epoch": None, "last_seq": None},
         "state": str(member.state),
         "detail": member.detail or services.fleet.reason(member),
+        "breaker": str(member.breaker.state),
         "page_size": facts.page_size if facts else None,
         "context_tokens": facts.context_tokens if facts else None,
         "incremental_output": facts.incremental_output if facts else None,
