@@ -1,7 +1,8 @@
 """An engine that answers with bytes of a real one, under the ids that it was given.
 
-What the real engine did with an id it was told, this one does too: captured ids are replaced by the request's, samples
-of ``n > 1`` keep ids of the engine's own. The framing is not the captured one: a stream is cut anew, anywhere.
+What the real engine did with an id it was told, this one does too: captured ids are replaced by the request's; on
+SGLang samples of ``n > 1`` keep ids of the engine's own, on vLLM the id stands behind a prefix. The framing is not the
+captured one: a stream is cut anew, anywhere.
 """
 
 import asyncio
@@ -13,9 +14,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.simulator.wire import CUT, Capture, load_capture
+from tests.simulator.wire import CUT, VLLM_CAPTURES, Capture, load_capture, load_vllm_capture
 
 _SIZE_LINE = re.compile(rb"(?:^|\r\n)([0-9a-f]+)\r\n")
+_VLLM_PREFIX = re.compile(rb"\A(?:chatcmpl-|cmpl-)")
 _ID = re.compile(rb'(?:"meta_info":\{"id":|(?:^|data: )\{"id":)"((?:[^"\\]|\\.)*)"')
 Cut = Callable[[bytes], Iterator[bytes]]
 
@@ -112,16 +114,20 @@ class ReplayEngine:
     """Serves metadata, and for each generation request the answer that was set last.
 
     Attributes:
-        metadata: Captures that answer the metadata routes, by path.
+        metadata: Answers of the metadata routes, by path.
+        is_vllm: Ids are taken and given in the way of vLLM.
         answer: What the next generation requests get; ``None`` closes the connection without a byte.
         cut: How the answer's body is cut into chunks and writes.
         bodies: Bodies of the generation requests, in order.
+        heads: Their headers, by lower-case name.
     """
 
-    metadata: dict[str, str]
+    metadata: dict[str, CapturedAnswer]
+    is_vllm: bool = False
     answer: CapturedAnswer | None = None
     cut: Cut = field(default_factory=lambda: pieces_of(1 << 20))
     bodies: list[Any] = field(default_factory=list)
+    heads: list[dict[str, str]] = field(default_factory=list)
     url: str = ""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -133,13 +139,14 @@ class ReplayEngine:
                 body = await reader.readexactly(int(length[1])) if length else b""
                 path = head.split(b" ", 2)[1].decode()
                 if path in self.metadata:
-                    known = captured_answer(load_capture(self.metadata[path]))
-                    assert known is not None
+                    known = self.metadata[path]
                     await self._write_whole(writer, known.status, known.headers, known.body)
                 elif path in ("/ready", "/ping"):
                     await self._write_whole(writer, 200, [("content-type", "application/json")], b"{}")
+                elif head.startswith(b"GET "):
+                    await self._write_whole(writer, 404, [("content-type", "application/json")], b"{}")
                 else:
-                    await self._generate(writer, body)
+                    await self._generate(writer, head, body)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
@@ -151,12 +158,16 @@ class ReplayEngine:
         writer.write(_head(status, [*headers, ("content-length", str(len(body)))]) + body)
         await writer.drain()
 
-    async def _generate(self, writer: asyncio.StreamWriter, raw: bytes) -> None:
+    async def _generate(self, writer: asyncio.StreamWriter, head: bytes, raw: bytes) -> None:
         request = json.loads(raw)
+        lines = head.decode("latin-1").split("\r\n")[1:-2]
+        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
         self.bodies.append(request)
+        self.heads.append(headers)
         if self.answer is None:
             raise ConnectionError
-        body = self.answer.with_ids(self._new_ids(self.answer, request))
+        given = headers["x-request-id"] if self.is_vllm else None
+        body = self.answer.with_ids(vllm_ids(self.answer, given) if given else self._new_ids(self.answer, request))
         if not self.answer.is_stream:
             writer.write(_head(self.answer.status, [*self.answer.headers, ("content-length", str(len(body)))]))
         else:
@@ -178,6 +189,16 @@ class ReplayEngine:
         rid = request["rid"]
         given = rid if isinstance(rid, list) else [f"{rid}_0", f"{rid}_1"] if is_batch(request) else [rid]
         return dict(zip(answer.ids, [json.dumps(one)[1:-1].encode() for one in given], strict=False))
+
+
+def vllm_ids(answer: CapturedAnswer, given: str) -> dict[bytes, bytes]:
+    """What vLLM calls a request that is ``given``, by the captured names."""
+    ids = {}
+    for old in answer.ids:
+        prefix = _VLLM_PREFIX.match(old)
+        assert prefix is not None
+        ids[old] = prefix[0] + json.dumps(given, ensure_ascii=False)[1:-1].encode()
+    return ids
 
 
 def index_of(event: dict[str, Any]) -> int:
@@ -203,15 +224,43 @@ def _head(status: int, headers: list[tuple[str, str]]) -> bytes:
     return "\r\n".join(lines).encode() + b"\r\n\r\n"
 
 
+def _known(capture: Capture) -> CapturedAnswer:
+    found = captured_answer(capture)
+    assert found is not None
+    return found
+
+
 @asynccontextmanager
 async def replay_engine(*, has_two_ranks: bool = False) -> AsyncIterator[ReplayEngine]:
-    """Run one for the length of the block."""
-    metadata = {
+    """Run an SGLang for the length of the block."""
+    names = {
         "/model_info": "http/get_model_info",
         "/server_info": "http_dp2/server_info" if has_two_ranks else "http/get_server_info",
         "/v1/models": "http/get_v1_models",
     }
-    engine = ReplayEngine(metadata)
+    metadata = {path: _known(load_capture(name)) for path, name in names.items()}
+    async with _served(ReplayEngine(metadata)) as engine:
+        yield engine
+
+
+@asynccontextmanager
+async def vllm_replay_engine(*, has_two_ranks: bool = False) -> AsyncIterator[ReplayEngine]:
+    """Run a vLLM for the length of the block; the one with two ranks has an adapter, the other an alias."""
+    names = {
+        "/version": "misc/version",
+        "/v1/models": "dp2/models-with-lora" if has_two_ranks else "misc/models",
+        "/health": "misc/health",
+    }
+    metadata = {path: _known(load_vllm_capture(name)) for path, name in names.items()}
+    metrics = "dp2/metrics-running-kv.txt" if has_two_ranks else "misc/metrics-vllm-samples.txt"
+    text = (VLLM_CAPTURES / metrics).read_bytes()
+    metadata["/metrics"] = CapturedAnswer(200, [("content-type", "text/plain; version=1.0.0")], text, False)
+    async with _served(ReplayEngine(metadata, is_vllm=True)) as engine:
+        yield engine
+
+
+@asynccontextmanager
+async def _served(engine: ReplayEngine) -> AsyncIterator[ReplayEngine]:
     server = await asyncio.start_server(engine.serve, "127.0.0.1", 0)
     engine.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     try:
