@@ -15,6 +15,7 @@ from backends.upstream.base import AnswerHead, Headers
 from gateway.errors import MAX_ENGINE_TEXT_CHARS, EngineRefused, ErrorReport, engine_failure
 from gateway.ids import IdMap
 from gateway.outcome import Outcome
+from gateway.routes import Dialect
 
 HOP_BY_HOP = frozenset(
     {
@@ -40,8 +41,12 @@ _COUNT = b'_tokens":'
 _COUNT_NAMES = (b'"prompt', b'"completion', b'"cached')
 # Sums over a whole OpenAI answer, which may hold the counts of its parts before.
 _SUMS = b'"usage":{'
+_SUMS_AT = re.compile(re.escape(_SUMS)).finditer
+# A usage object and its details are shorter.
+_USAGE_BYTES = 512
 _ABORT = (b'"type":"abort"', b'"finish_reason":"abort"')
 _FAILED_EVENTS = frozenset({b"error", b"response.failed"})
+_FAILED_RESPONSE = b'"status":"failed"'
 _ERROR_EVENT = b'data: {"error"'
 # Longer than anything that is looked for in an answer that comes in pieces.
 _TAIL_BYTES = 64
@@ -83,6 +88,11 @@ class _ErrorBody(msgspec.Struct):
     detail: str | None = None
 
 
+class _Response(msgspec.Struct):
+    status: str = ""
+
+
+_response = msgspec.json.Decoder(_Response)
 _event = msgspec.json.Decoder(_Event)
 _error_body = msgspec.json.Decoder(_ErrorBody)
 
@@ -121,6 +131,14 @@ def usage_of(texts: Iterable[bytes]) -> Usage:
             found[name] = found.get(name, 0) + int(count)
     prompt, completion = found.get(b"prompt", found.get(b"input")), found.get(b"completion", found.get(b"output"))
     return Usage(prompt, completion, found.get(b"cached"))
+
+
+def _last_usage(texts: Iterable[bytes]) -> Usage:
+    """The last of each token count; details inside of a usage object come with it."""
+    found: dict[bytes, int] = {}
+    for text in texts:
+        found.update((name, int(count)) for name, count in reversed(_USAGE.findall(text)))
+    return Usage(found.get(b"input"), found.get(b"output"), found.get(b"cached"))
 
 
 def refusal_in(event_data: bytes) -> EngineRefused | None:
@@ -187,6 +205,7 @@ class StreamAnswer:
         "_last",
         "_last_events",
         "_saw_done",
+        "_usage_pieces",
         "bytes_in",
         "events_seen",
     )
@@ -199,6 +218,7 @@ class StreamAnswer:
         self._abort_block = b""
         self._saw_done = False
         self._error_block = b""
+        self._usage_pieces: list[bytes] = []
         self.bytes_in = 0
         self.events_seen = 0
 
@@ -213,15 +233,25 @@ class StreamAnswer:
         if not block:
             return b""
         block = self._ids.apply(block)
+        if self._last_events and b"[DONE]" in block[-_TAIL_BYTES:]:
+            # No end here, though a client may take it for one and miss an error behind it.
+            block = b"".join(event for event in events(block) if data_of(event) != DONE_DATA)
         self.events_seen += block.count(b"\n\n")
         if (b"[DONE]" in block[-_TAIL_BYTES:] or b"data:" not in block) and self._is_end_only(block):
             return block
         self._last = block
+        if self._last_events and _SUMS in block:
+            self._note_usage(block)
         if _ERROR_EVENT in block:
             self._error_block = block
         if _ABORT[0] in block or _ABORT[1] in block:
             self._abort_block = block
         return block
+
+    def _note_usage(self, block: bytes) -> None:
+        """Remember the first and the last usage; ``/v1/messages`` tells input and output in different events."""
+        pieces = [block[match.start() : match.start() + _USAGE_BYTES].split(b"\n", 1)[0] for match in _SUMS_AT(block)]
+        self._usage_pieces = [*self._usage_pieces[:1], *pieces[:1], pieces[-1]]
 
     def _is_end_only(self, block: bytes) -> bool:
         """Look for the end marker; whether the block says nothing else."""
@@ -241,9 +271,9 @@ class StreamAnswer:
             payload = data_of(event)
             if payload and payload != DONE_DATA:
                 last = payload
-        usage = usage_of([last[-_LOOK_AT_BYTES:]])
         if self._last_events:
-            return self._named_verdict(usage, last)
+            return self._named_verdict(_last_usage(self._usage_pieces), last)
+        usage = usage_of([last[-_LOOK_AT_BYTES:]])
         if self._error_block:
             return Verdict(Outcome.ENGINE_ERROR, self._saw_done, usage, _error_message(self._error_block))
         if not self._saw_done:
@@ -344,7 +374,17 @@ class BodyAnswer:
         return Verdict(outcome, True, Usage(counts.get(b"prompt"), counts.get(b"completion"), counts.get(b"cached")))
 
 
-def unary_verdict(body: bytes) -> Verdict:
+def unary_verdict(body: bytes, dialect: Dialect = Dialect.NATIVE) -> Verdict:
     """The verdict on a whole unary body with a 2xx status."""
     outcome = Outcome.ABORTED if _ABORT[0] in body or _ABORT[1] in body else Outcome.COMPLETE
+    if dialect is Dialect.RESPONSES and _FAILED_RESPONSE in body and _status_in(body) == "failed":
+        outcome = Outcome.ENGINE_ERROR
     return Verdict(outcome, True, usage_of([body[max(body.rfind(_SUMS), 0) :]]))
+
+
+def _status_in(body: bytes) -> str:
+    """The status of a whole response; its items have statuses too."""
+    try:
+        return _response.decode(body).status
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return ""

@@ -301,7 +301,7 @@ class AnswerRelay:
         if size <= buffer_bytes or (call.is_complete and size <= limit_bytes):
             body = placed.ids.apply(b"".join(parts))
             await self._send_whole(head.status, passed_headers(head), body)
-            return unary_verdict(body)
+            return unary_verdict(body, self._dialect)
         if size > limit_bytes:
             raise AnswerTooLarge(limit_bytes)
         return await self._long_body(placed, head, b"".join(parts))
