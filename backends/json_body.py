@@ -15,6 +15,10 @@ _decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _WHITESPACE = b" \t\n\r"
 # An escaped lower-case letter or underscore, which nobody needs but to spell a known key in another way.
 _ESCAPED_LETTER = re.compile(rb"\\u00(?:5[fF]|6[1-9a-fA-F]|7[0-9aA])")
+# From here on, searching a body costs more than writing it again, and copying a field more than remembering it.
+_LARGE_BYTES = 16 * 1024
+# How encoders separate: none of them adds a space in some places only.
+_SEPARATORS = ((b":", b","), (b": ", b", "))
 
 
 class JsonBodyError(ValueError):
@@ -38,11 +42,12 @@ class JsonBody:
             engines' parsers take it.
     """
 
-    __slots__ = ("fields", "raw")
+    __slots__ = ("_large", "fields", "raw")
 
     def __init__(self, raw: bytes, fields: dict[str, msgspec.Raw]) -> None:
         self.raw = raw
         self.fields = fields
+        self._large: dict[str, bytes] = {}
 
     @classmethod
     def parse(cls, raw: bytes, unique: Collection[str] = ()) -> "JsonBody":
@@ -65,6 +70,8 @@ class JsonBody:
             raise JsonBodyError("the body is nested too deeply") from exc
         body = cls(raw, fields)
         suspects = [key for key in fields if key in unique]
+        if len(raw) >= _LARGE_BYTES and suspects and _equals_its_fields(raw, fields):
+            return body
         if suspects and not _has_escaped_letters(raw):
             suspects = [key for key in suspects if raw.count(b'"%b"' % key.encode()) > 1]
         if suspects:
@@ -94,7 +101,11 @@ class JsonBody:
         value = self.fields.get(key)
         if value is None:
             return b""
+        if key in self._large:
+            return self._large[key]
         text = bytes(value)
+        if len(text) >= _LARGE_BYTES:
+            self._large[key] = text
         return b"" if text == b"null" else text
 
     def with_fields(self, changes: Mapping[str, bytes]) -> list[bytes | memoryview]:
@@ -118,5 +129,19 @@ class JsonBody:
         return [*pieces, b"}"]
 
 
+def _equals_its_fields(raw: bytes, fields: Mapping[str, msgspec.Raw]) -> bool:
+    """Whether the fields written out again are ``raw``: then there was no other one, and no key in another spelling."""
+    for colon, comma in _SEPARATORS:
+        pieces: list[bytes | msgspec.Raw] = []
+        separator = b'{"'
+        for key, value in fields.items():
+            pieces += [separator, key.encode(), b'"', colon, value]
+            separator = comma + b'"'
+        if b"".join([*pieces, b"}"]) == raw:
+            return True
+    return False
+
+
 def _has_escaped_letters(raw: bytes) -> bool:
-    return b"\\u00" in raw and _ESCAPED_LETTER.search(raw) is not None
+    # A single byte is found an order of magnitude sooner than four.
+    return b"\\" in raw and b"\\u00" in raw and _ESCAPED_LETTER.search(raw) is not None

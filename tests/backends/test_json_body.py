@@ -105,6 +105,21 @@ def test_what_is_not_repeated_passes(raw: bytes) -> None:
     assert JsonBody.parse(raw, ("rid", "stream")).raw == raw
 
 
+LARGE = [*range(5000)]
+
+
+@pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
+def test_repeated_keys_of_large_bodies(separators: tuple[str, str]) -> None:
+    raw = json.dumps({"rid": "é", "x": LARGE, "y": {"rid": 1}}, separators=separators, ensure_ascii=False).encode()
+    body = JsonBody.parse(raw, ("rid",))
+    assert body.text("x") == json.dumps(LARGE, separators=separators).encode()
+    assert body.text("x") is body.text("x")
+    for more in (b',"rid":2}', b',"r\\u0069d":2}', b', "rid": 2}'):
+        with pytest.raises(JsonBodyError, match="more than once"):
+            JsonBody.parse(raw[:-1] + more, ("rid",))
+    assert JsonBody.parse(b" " + raw, ("rid",)).fields.keys() == {"rid", "x", "y"}
+
+
 @pytest.mark.parametrize(
     ("raw", "says"),
     [
