@@ -355,6 +355,15 @@ def test_nor_on_many(name: str, at: list[int]) -> None:
     assert through(pieces) == (body.replace(ENGINE.encode(), b"public"), verdict)
 
 
+@pytest.mark.parametrize(("body", "verdict"), BODIES.values(), ids=BODIES)
+def test_nor_on_long_runs_without_a_quote_before_and_after(body: bytes, verdict: Verdict) -> None:
+    run = b",1234567,-0.5" * 400
+    expected = (run + body.replace(ENGINE.encode(), b"public") + run, verdict)
+    for at in range(len(body) + 1):
+        assert through([run + body[:at], body[at:] + run]) == expected, at
+        assert through([run, body[:at], body[at:], run]) == expected, at
+
+
 @pytest.mark.parametrize(
     ("name", "outcome", "usage"),
     [
