@@ -304,14 +304,14 @@ class AnswerRelay:
             return unary_verdict(body, self._dialect)
         if size > limit_bytes:
             raise AnswerTooLarge(limit_bytes)
-        return await self._long_body(placed, head, b"".join(parts))
+        return await self._long_body(placed, head, parts)
 
     async def _send_whole(self, status: int, headers: Headers, body: bytes) -> None:
         await self._start(status, [*headers, (b"content-length", b"%d" % len(body))])
         self.bytes_out += len(body)
         await self._downstream.finish(body)
 
-    async def _long_body(self, placed: Placed, head: AnswerHead, begun: bytes) -> Verdict:
+    async def _long_body(self, placed: Placed, head: AnswerHead, begun: list[bytes]) -> Verdict:
         call = placed.leg.call
         headers = passed_headers(head)
         if head.content_length is not None and placed.ids.keeps_length:
@@ -319,7 +319,10 @@ class AnswerRelay:
         answer = BodyAnswer(placed.ids)
         await self._start(head.status, headers)
         try:
-            await self._write(answer.feed(begun))
+            for data in begun:
+                if ready := answer.feed(data):
+                    await self._write(ready)
+            begun.clear()
             while data := await call.read():
                 placed.member.last_byte_at = self._clock()
                 ready = answer.feed(data)

@@ -108,7 +108,9 @@ class UpstreamCall(Protocol):
         """
 
     async def read(self) -> bytes:
-        """Return everything that has arrived since the last read, waiting for at least one byte; ``b""`` at the end.
+        """Return what has arrived since the last read, waiting for at least one byte; ``b""`` at the end.
+
+        Small pieces come joined, large ones one by one.
 
         Reading lags behind the worker by a bounded amount: when nobody reads, the connection is paused.
 

@@ -9,6 +9,8 @@ from backends.upstream.base import AnswerHead, Origin, UpstreamRequest
 
 # Above this many unread bytes the connection is paused. Two of the largest reads that uvloop makes.
 PAUSE_READING_BYTES = 512 * 1024
+# Pieces of this size are handed out one by one: joining them would copy more than their handling costs.
+JOIN_BELOW_BYTES = 64 * 1024
 
 
 class Carrier(Protocol):
@@ -106,7 +108,7 @@ class H1Call:
         return self._head
 
     async def read(self) -> bytes:
-        """Return what has arrived since the last read; see ``UpstreamCall.read``."""
+        """Return what has arrived since the last read, or the first large piece of it; see ``UpstreamCall.read``."""
         if self._interrupted:
             self._tell_interrupted()
         while not self._parts:
@@ -116,11 +118,15 @@ class H1Call:
                 return b""
             await self._wait()
         parts = self._parts
-        data = parts[0] if len(parts) == 1 else b"".join(parts)
-        self._parts = []
-        if self._buffered_bytes >= PAUSE_READING_BYTES and self._connection is not None:
+        if len(parts) > 1 and len(parts[0]) >= JOIN_BELOW_BYTES:
+            data = parts.pop(0)
+        else:
+            data = parts[0] if len(parts) == 1 else b"".join(parts)
+            self._parts = []
+        was_full = self._buffered_bytes >= PAUSE_READING_BYTES
+        self._buffered_bytes -= len(data)
+        if was_full and self._buffered_bytes < PAUSE_READING_BYTES and self._connection is not None:
             self._connection.resume_reading()
-        self._buffered_bytes = 0
         return data
 
     async def _wait(self) -> None:
