@@ -14,7 +14,7 @@ from gateway.ids import IdMap, id_map
 from gateway.routes import FOLDED_PATHS, Dialect, Route
 from gateway.services import Services
 from routers.errors import NoReadyWorker
-from routers.fleet import Member
+from routers.fleet import Fleet, Member
 from routers.types import Candidate, RouteRequest
 
 
@@ -136,9 +136,7 @@ def eligible(
     fleet = services.fleet
     candidates = fleet.candidates(model)
     if route.path == "/generate" and fleet.has_vllm:
-        candidates = tuple(c for c in candidates if fleet.engine_of(c.key.worker_id) is not EngineKind.VLLM)
-        if not candidates:
-            raise GatewayError(NATIVE_ON_VLLM)
+        candidates = _speaking_native(fleet, candidates, model, envelope.worker_id)
     if envelope.dp_rank is not None or envelope.worker_id is not None:
         candidates = fleet.pinned(candidates, model, envelope.dp_rank, envelope.worker_id)
     if failed:
@@ -148,6 +146,24 @@ def eligible(
     if fleet.tripped:
         candidates = fleet.not_tripped(candidates, services.clock())
     return candidates
+
+
+def _speaking_native(
+    fleet: Fleet, candidates: tuple[Candidate, ...], model: str, worker_id: str | None
+) -> tuple[Candidate, ...]:
+    """Those of ``candidates`` that serve SGLang's own route.
+
+    Raises:
+        NoReadyWorker: There are none now.
+        GatewayError: No worker of the model, or not the one that is asked for, ever will.
+    """
+    native = tuple(c for c in candidates if fleet.engine_of(c.key.worker_id) is not EngineKind.VLLM)
+    asked = [m for m in fleet if model in m.names and worker_id in (None, m.worker.id)]
+    if asked and all(fleet.engine_of(m.worker.id) is EngineKind.VLLM for m in asked):
+        raise GatewayError(NATIVE_ON_VLLM)
+    if not native:
+        raise NoReadyWorker(f"no SGLang worker for the model {model!r} is ready")
+    return native
 
 
 def _can_fold(route: Route, envelope: Envelope, facts: EngineFacts) -> bool:

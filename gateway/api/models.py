@@ -14,7 +14,7 @@ from routers.fleet import WorkerState
 
 
 def _facts_of(services: Services, model: str) -> list[EngineFacts]:
-    return [member.facts for member in services.fleet if member.facts and member.model_id == model]
+    return [member.facts for member in services.fleet if member.facts and model in member.names]
 
 
 def _model_entry(services: Services, model: str) -> dict[str, object]:
