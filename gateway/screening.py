@@ -126,7 +126,7 @@ def refuse_engine_state(body: JsonBody) -> None:
                 param=name,
                 type="unsupported",
             )
-    if body.text("background") == b"true":
+    if body.text("background") not in (b"", b"false"):  # engines take "yes" and 1 for true
         raise InvalidRequest(
             "'background' leaves the answer inside one engine, and several serve this model",
             param="background",
