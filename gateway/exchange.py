@@ -182,6 +182,7 @@ class Exchange:
             has_own_ids=bool(placed.leg.engine_ids),
             is_paused=placed.member.is_paused,
         )
+        placed.member.breaker.released()  # it may have been the trial, of which nothing will be known
         cancel(placed.leg, cause, plan, self._services.aborter)
 
     # Serving.

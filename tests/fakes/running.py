@@ -127,8 +127,9 @@ async def running_gateway(
     gateway = Gateway(settings, _RecordingLog(records))
     started = asyncio.Event()
     server = GatewayServer(gateway, started.set)
-    url = base_url(sock)
-    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=PATIENCE_S) as client:
+    url = base_url(sock, is_tls=settings.tls_cert_file is not None)
+    # Reading all authorities takes 50 ms, and the certificate of these tests is signed by none.
+    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=PATIENCE_S, verify=False) as client:
         running = RunningGateway(gateway, server, url, client, records)
         async with asyncio.TaskGroup() as group:
             serving = group.create_task(server._serve([sock]))  # without signal handlers

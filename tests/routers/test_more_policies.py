@@ -119,3 +119,17 @@ def test_a_trial_whose_client_left_or_that_nobody_reported_makes_room_for_anothe
     assert breaker.allows(10.3)
     breaker.reset()
     assert str(breaker.state) == BreakerState.CLOSED
+
+
+def test_a_trial_that_begins_to_answer_closes_the_breaker_and_one_more_failure_opens_it() -> None:
+    breaker = Breaker(threshold=3, open_s=5.0)
+    breaker.answering()  # not a trial
+    for now in (0.0, 1.0, 2.0):
+        breaker.failed(now)
+    breaker.answering()
+    assert str(breaker.state) == BreakerState.OPEN
+    breaker.sent(7.0)
+    breaker.answering()
+    assert str(breaker.state) == BreakerState.CLOSED
+    breaker.failed(8.0)
+    assert str(breaker.state) == BreakerState.OPEN
