@@ -18,7 +18,8 @@ from gateway.routes import Dialect
 
 __all__ = ["Fold", "FoldIncomplete", "fold_changes", "new_fold", "stays_unary"]
 
-# Refused or incomplete in streams. SGLang leaves out of a chat stream the logprobs of tokens that gave no text.
+# Refused or incomplete in streams. SGLang leaves out of a chat stream the logprobs of tokens that gave no text. vLLM
+# leaves out the prompt's logprobs beside echoed text, and refuses stream_options where the client asks for no stream.
 _UNARY_ONLY: Mapping[tuple[EngineKind, Dialect], frozenset[str]] = {
     (EngineKind.SGLANG, Dialect.NATIVE): frozenset({"return_flat_raw_output_top_logprobs"}),
     (EngineKind.SGLANG, Dialect.CHAT): frozenset(
@@ -30,8 +31,8 @@ _UNARY_ONLY: Mapping[tuple[EngineKind, Dialect], frozenset[str]] = {
             "return_token_ids",
         }
     ),
-    (EngineKind.VLLM, Dialect.CHAT): frozenset({"prompt_logprobs"}),
-    (EngineKind.VLLM, Dialect.COMPLETIONS): frozenset({"prompt_logprobs"}),
+    (EngineKind.VLLM, Dialect.CHAT): frozenset({"prompt_logprobs", "stream_options"}),
+    (EngineKind.VLLM, Dialect.COMPLETIONS): frozenset({"echo", "prompt_logprobs", "stream_options"}),
 }
 
 

@@ -95,6 +95,9 @@ def test_a_stream_to_fold_is_asked_for_with_usage(dialect: Dialect, engine: Engi
         (Dialect.CHAT, SGLANG, {"logprobs": b"true"}, True),
         (Dialect.CHAT, VLLM, {"return_token_ids": b"true", "prompt_logprobs": b"null"}, False),
         (Dialect.COMPLETIONS, VLLM, {"prompt_logprobs": b"1"}, True),
+        (Dialect.COMPLETIONS, VLLM, {"echo": b"true", "logprobs": b"1"}, True),
+        (Dialect.COMPLETIONS, VLLM, {"echo": b"false", "stream_options": b"null"}, False),
+        (Dialect.CHAT, VLLM, {"stream_options": b"{}"}, True),
         (Dialect.COMPLETIONS, SGLANG, {"logprobs": b"1"}, False),
     ],
 )

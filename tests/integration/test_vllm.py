@@ -15,6 +15,9 @@ from simulator.options import EngineOptions
 from simulator.server import SimulatedEngine
 from tests.fakes.running import PATIENCE_S, RunningGateway, running_gateway, until
 from tests.fakes.wire import Answer, Wire, call, request_bytes, wire
+from tests.integration.test_vllm_captures import ALL as CAPTURED
+from tests.integration.test_vllm_captures import EXCEPTIONS
+from tests.simulator.wire import load_vllm_capture
 
 CHAT, COMPLETIONS, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
 ABORT_ROUTE = "/inference/v1/abort_requests"
@@ -517,7 +520,6 @@ FOLDED: list[Any] = [
     pytest.param(COMPLETIONS, {}, id="completions"),
     pytest.param(COMPLETIONS, {"prompt": ["a", "b"], "logprobs": 1}, id="prompts with logprobs"),
     pytest.param(COMPLETIONS, {"return_token_ids": True}, id="token ids"),
-    pytest.param(COMPLETIONS, {"echo": True}, id="echo"),
     pytest.param(COMPLETIONS, {"stream_options": None, "stream": False}, id="said to be unary"),
 ]
 
@@ -546,11 +548,67 @@ async def test_streams_are_folded_for_unary_clients(path: str, more: dict[str, A
         assert (record.outcome, record.completion_tokens) == ("complete", folded.json()["usage"]["completion_tokens"])
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-async def test_what_streams_cannot_tell_stays_unary(path: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "more", "status"),
+    [
+        pytest.param(CHAT, {"prompt_logprobs": 1}, 200, id="chat prompt logprobs"),
+        pytest.param(COMPLETIONS, {"prompt_logprobs": 1}, 200, id="prompt logprobs"),
+        pytest.param(COMPLETIONS, {"echo": True, "logprobs": 1}, 200, id="logprobs of an echo"),
+        pytest.param(CHAT, {"stream_options": {"include_usage": True}}, 400, id="what the engine refuses"),
+    ],
+)
+async def test_what_streams_cannot_tell_stays_unary(path: str, more: dict[str, Any], status: int) -> None:
     async with served(settings={"upstream_mode": "incremental"}) as (engine, gateway):
-        assert (await ask(gateway, path, {**SHORT, "prompt_logprobs": 1})).status == 200
+        assert (await ask(gateway, path, {**SHORT, **more})).status == status
         assert not only(engine, path).stream
+
+
+# Requests that were captured on a real server, with answers to be folded.
+FOLDED_CAPTURES = [
+    name
+    for name in CAPTURED
+    if name not in EXCEPTIONS
+    and b'"stream": true' not in load_vllm_capture(name).body
+    and not name.startswith(("abort/", "dp2/", "engine-death/"))
+]
+# The engine counts the fields that it was sent.
+COUNTED = {"errors/missing-messages"}
+
+
+@pytest.fixture(scope="module")
+async def folding(anyio_backend: object) -> AsyncIterator[tuple[SimulatedEngine, RunningGateway]]:
+    """An engine like the captured one, and a gateway that folds."""
+    options = {"model": "tiny", "model_aliases": "tiny-alias", "page_size": 32, "context_length": 2048}
+    async with served(settings={"upstream_mode": "incremental"}, inter_token_ms=0.0, **options) as pair:
+        yield pair
+
+
+def unvarying(value: Any) -> Any:
+    """An answer without ids, times, and what depends on the cache, in the order of its members."""
+    if isinstance(value, dict):
+        varying = ("id", "created", "prompt_tokens_details")
+        return [(name, unvarying(item)) for name, item in value.items() if name not in varying]
+    return [unvarying(item) for item in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("name", FOLDED_CAPTURES)
+async def test_a_captured_request_gets_the_same_answer_folded(
+    name: str, folding: tuple[SimulatedEngine, RunningGateway]
+) -> None:
+    engine, gateway = folding
+    answers = []
+    for address in (("127.0.0.1", engine.port), gateway.address):
+        async with wire(address) as connection:
+            await connection.send(load_vllm_capture(name).request)
+            answers.append(await connection.answer())
+    direct, folded = answers
+    assert folded.status == direct.status
+    if name not in COUNTED:
+        assert unvarying(folded.json()) == unvarying(direct.json())
+
+
+def test_many_captured_requests_are_folded() -> None:
+    assert len(FOLDED_CAPTURES) > 70
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
