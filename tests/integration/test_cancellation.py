@@ -322,6 +322,25 @@ async def test_an_engine_that_ignores_every_abort_is_given_up_in_the_end() -> No
         engine.core.abort("", abort_all=True)
 
 
+async def test_s3_18_an_engine_that_refuses_our_aborts_is_closed() -> None:
+    # Its abort route wants the admin key, which this gateway was not given.
+    async with simulated(admin_api_key="admin", unary_disconnect_poll_s=0.1) as (engine, gateway):
+        async with wire(gateway.address) as connection:
+            await connection.send(request_bytes("/generate", LONG))
+            await running(engine)
+            connection.close()
+            await left(gateway)
+        assert [entry.status for entry in engine.log.requests_to("/abort_request")] == [401]
+        await engine.wait_for(lambda e: e.running == 0, AT_ONCE_S)  # it looks for callers that left every now and then
+        async with wire(gateway.address) as connection:
+            await connection.send(request_bytes("/generate", LONG))
+            await running(engine)
+            await call(gateway.address, "/abort_request", {"rid": "mine"})
+            answer = await connection.answer()
+        assert (answer.status, answer.json()["error"]["type"]) == (499, "aborted")
+        assert (await gateway.record(2)).outcome == "aborted"
+
+
 async def test_no_abort_follows_an_answer_that_ended_by_itself() -> None:
     async with simulated(inter_token_ms=10) as (engine, gateway):
         engine.add_fault(at="abort", do="ignore", times=None)
