@@ -160,6 +160,8 @@ class DataPlane:
             ClientLeft: It will never be complete.
         """
         limit_bytes = self._services.limits.max_body_bytes
+        if by_name.get(b"transfer-encoding", b"chunked").lower() != b"chunked":
+            raise InvalidRequest("the only transfer coding known here is chunked", param="transfer-encoding")
         announced = by_name.get(b"content-length", b"0")
         if not announced.isdigit():
             raise InvalidRequest("content-length is not a number")

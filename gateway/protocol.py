@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Any, cast
 
+import httptools
 import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -67,6 +68,8 @@ class ConnectionProtocol(HttpToolsProtocol):
         self._has_head = False
         self._head_bytes = 0
         self._linger: asyncio.TimerHandle | None = None
+        self._is_refused = False
+        self._is_resuming = False
 
     def watch(self, on_gone: Callable[[], None] | None) -> None:
         """Call ``on_gone`` once when the client goes, at once if it is gone already; ``None`` ends the watch."""
@@ -101,9 +104,13 @@ class ConnectionProtocol(HttpToolsProtocol):
         if self._is_read:
             self.transport.close()
         elif self._linger is None:
-            if self.transport.can_write_eof():
-                self.transport.write_eof()
-            self._linger = self.loop.call_later(LINGER_S, self.transport.abort)
+            self._linger_on()
+
+    def _linger_on(self) -> None:
+        """Send no more, and take what comes until the client closes, or for too long."""
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._linger = self.loop.call_later(LINGER_S, self.transport.abort)
 
     # uvicorn and asyncio callbacks
 
@@ -128,14 +135,57 @@ class ConnectionProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """One read (asyncio callback)."""
-        super().data_received(data)
+        if self._is_refused:
+            self._discard(len(data))
+            return
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as exc:
+            self._ignore_upgrade()
+            if rest := data[exc.args[0] :]:
+                self.data_received(rest)
+            return
+        except httptools.HttpParserError:
+            self.send_400_response("this is not HTTP as it should be")
+            return
         if not self._has_head:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse_connection(431, "headers_too_large", f"request headers above {MAX_HEAD_BYTES} bytes")
 
+    def _ignore_upgrade(self) -> None:
+        """Read on behind a head that asks for another protocol, as if it had not asked.
+
+        Clients that would rather speak HTTP/2 ask with every request. The parser takes such a request for complete and
+        would read its body as the next one, so another parser is told of the body alone.
+        """
+        framing = [b"%b: %b\r\n" % h for h in self.headers if h[0] in (b"content-length", b"transfer-encoding")]
+        self.parser = httptools.HttpRequestParser(self)
+        self._is_resuming = True
+        self.parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(framing))
+        self._is_resuming = False
+
+    def _discard(self, size: int) -> None:
+        """Count what nobody wants any more, and end the connection when it is too much."""
+        self._discarded_bytes += size
+        if self._discarded_bytes > MAX_DISCARDED_BYTES:
+            self.transport.abort()
+
+    def on_url(self, url: bytes) -> None:
+        """A piece of a request's target (httptools callback)."""
+        if not self._is_resuming:
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One header (httptools callback)."""
+        if not self._is_resuming:
+            super().on_header(name, value)
+
     def on_message_begin(self) -> None:
         """Begin of a request: let the application find this connection (httptools callback)."""
+        if self._is_resuming:
+            return
         super().on_message_begin()
         self._discarded_bytes = 0
         self._is_read = False
@@ -145,6 +195,8 @@ class ConnectionProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """End of a request's head (httptools callback). uvicorn stops reading where a request has to wait."""
+        if self._is_resuming:
+            return
         super().on_headers_complete()
         self._has_head = True
         if not self.cycle.keep_alive or self.expect_100_continue:
@@ -155,14 +207,14 @@ class ConnectionProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """A piece of a request's body; what nobody wants any more is bounded (httptools callback)."""
         if self.cycle.response_complete:
-            self._discarded_bytes += len(body)
-            if self._discarded_bytes > MAX_DISCARDED_BYTES:
-                self.transport.abort()
+            self._discard(len(body))
             return
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         """End of a request (httptools callback)."""
+        if self.parser.should_upgrade():
+            return  # of its head only
         self._is_read = True
         super().on_message_complete()
         if self._linger is not None:
@@ -174,16 +226,25 @@ class ConnectionProtocol(HttpToolsProtocol):
 
     def _refuse_connection(self, status: int, type: str, message: str) -> None:
         """Answer something that never became a request, and close."""
+        running = self._running
+        if running is not None and not running.response_complete:
+            is_its_body = running is self.cycle and self._has_head and not self._is_read
+            if running.response_started or not is_its_body:
+                self.transport.abort()  # what is written now would be taken for a part of another answer
+                return
+            self._tell()
+            running.message_event.set()
         if self._linger is not None or self.transport.is_closing():
             self.transport.abort()
             return
+        self._is_refused = True
         error = {"message": message, "type": type, "code": status, "param": None, "request_id": None}
         body = orjson.dumps({"error": error})
         self.transport.write(
             b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b"
             % (status, HTTPStatus(status).phrase.encode(), len(body), body)
         )
-        self.transport.close()
+        self._linger_on()
 
 
 def connection_of(scope: Mapping[str, Any]) -> ConnectionProtocol | None:
