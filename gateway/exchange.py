@@ -203,8 +203,9 @@ class Exchange:
         if envelope.worker_id is not None and not request.is_admin:
             raise InvalidRequest("x-forebay-worker needs the admin API key", param="x-forebay-worker", status=403)
         self._model = services.fleet.model_of(envelope.model)
-        if services.fleet.count_serving(self._model) > 1:
-            refuse_engine_state(envelope.body)
+        engines = services.fleet.engines_serving(self._model)
+        if len(engines) > 1:
+            refuse_engine_state(envelope.body, engines)
         while True:
             started = services.clock()
             self._placed = placed = place(services, self._route, envelope, self._model, self._attempts.failed)

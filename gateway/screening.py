@@ -5,10 +5,12 @@ of, and answers that are sure to be too large.
 """
 
 import re
+from collections.abc import Collection
 
 import msgspec
 
 from backends.json_body import JsonBody
+from backends.types import EngineKind
 from gateway.errors import InvalidRequest
 from gateway.routes import Dialect, Route
 
@@ -113,14 +115,19 @@ def refuse_internal(body: JsonBody) -> None:
             raise InvalidRequest(f"the field {name!r} is internal routing state and not a client's to set", param=name)
 
 
-def refuse_engine_state(body: JsonBody) -> None:
+def refuse_engine_state(body: JsonBody, engines: Collection[EngineKind | None]) -> None:
     """Refuse what refers to state inside one engine; used while several engines serve the model.
+
+    Args:
+        body: The request.
+        engines: The kinds of the engines; to vLLM ``session_id`` is a hint and no state.
 
     Raises:
         InvalidRequest: Names the field.
     """
+    is_only_vllm = all(kind is EngineKind.VLLM for kind in engines)
     for name in ("session_params", "session_id", "previous_response_id"):
-        if body.text(name):
+        if body.text(name) and not (is_only_vllm and name == "session_id"):
             raise InvalidRequest(
                 f"{name!r} refers to state inside one engine, and several serve this model",
                 param=name,

@@ -345,9 +345,9 @@ class Fleet:
         states = sorted({self.reason(member) for member in self if model in member.names})
         raise NoReadyWorker(f"no worker for the model {model!r} is ready ({', '.join(states) or 'none left'})")
 
-    def count_serving(self, model: str) -> int:
-        """Number of workers that serve ``model``, ready or not."""
-        return sum(model in member.names for member in self)
+    def engines_serving(self, model: str) -> list[EngineKind | None]:
+        """Engine kind, ``None`` while it is unknown, of each worker that serves ``model``, ready or not."""
+        return [member.facts.engine if member.facts else member.engine for member in self if model in member.names]
 
     def has_ready(self, model: str) -> bool:
         """Whether a request for ``model`` can be placed now."""

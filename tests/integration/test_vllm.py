@@ -295,6 +295,26 @@ async def test_a_kind_that_is_not_the_engines_is_named(kind: str, said: str) -> 
         await until(lambda: "not a serving engine" in member.detail, "the reason")
 
 
+@pytest.mark.parametrize(
+    ("kinds", "field", "status"),
+    [
+        pytest.param(["vllm"], {"previous_response_id": "resp_1"}, 200, id="one engine, all its own state"),
+        pytest.param(["vllm", "vllm"], {"previous_response_id": "resp_1"}, 400, id="an answer kept in one of two"),
+        pytest.param(["vllm", "vllm"], {"session_id": "s"}, 200, id="a hint to vLLM"),
+        pytest.param(["vllm", "sglang"], {"session_id": "s"}, 400, id="a session of SGLang"),
+    ],
+)
+async def test_state_inside_one_engine(kinds: list[str], field: dict[str, Any], status: int) -> None:
+    async with (
+        engines(*[{"engine": kind} for kind in kinds]) as started,
+        running_gateway(*[engine.url for engine in started]) as gateway,
+    ):
+        answer = await ask(gateway, CHAT, {**SHORT, **field})
+        assert answer.status == status
+        if status == 400:
+            assert answer.json()["error"]["type"] == "unsupported"
+
+
 # Models.
 
 
