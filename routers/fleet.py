@@ -44,6 +44,7 @@ class Member:
         "_healthy_after",
         "_is_draining",
         "_loads",
+        "_names",
         "_successes",
         "_unhealthy_after",
         "breaker",
@@ -85,6 +86,7 @@ class Member:
         self.last_byte_at = float("-inf")
         self.on_change: Callable[[Member], None] = lambda member: None
         self._loads: list[RankLoad] = []
+        self._names: tuple[str, ...] = (pinned_model,) if pinned_model else ()
         self._failures = 0
         self._successes = 0
         self._unhealthy_after = unhealthy_after
@@ -120,9 +122,7 @@ class Member:
     @property
     def names(self) -> tuple[str, ...]:
         """All names that requests may use for what it serves, aliases and adapters included."""
-        if self.model_id is None:
-            return ()
-        return tuple(dict.fromkeys((self.model_id, *(self.facts.models if self.facts else ()))))
+        return self._names
 
     @property
     def role(self) -> Role:
@@ -151,6 +151,7 @@ class Member:
     def identified(self, facts: EngineFacts) -> None:
         """The engine has told what it is, and so is up. Loads of ranks stay: their requests may still be live."""
         self.facts = facts
+        self._names = tuple(dict.fromkeys((self.pinned_model or facts.model_id, *facts.models)))
         while len(self._loads) < facts.dp_size:
             self._loads.append(RankLoad())
         self.is_identified = True
@@ -215,6 +216,9 @@ class Fleet:
         self._members: dict[str, Member] = {}
         self._on_change = on_change
         self._ready: dict[str, tuple[Candidate, ...]] = {}
+        # Asked for with every request.
+        self._models: tuple[str, ...] = ()
+        self._is_one_model = True
         self.tripped: set[str] = set()
         self.has_vllm = False
 
@@ -298,12 +302,14 @@ class Fleet:
                 ready.setdefault(name, []).extend(ranks)
         self.has_vllm = any(other.facts is not None and other.facts.engine is EngineKind.VLLM for other in self)
         self._ready = {model: tuple(candidates) for model, candidates in ready.items()}
+        self._models = tuple(dict.fromkeys(name for other in self for name in other.names))
+        self._is_one_model = len({other.model_id for other in self if other.model_id is not None}) <= 1
         self._on_change(member)
 
     @property
     def models(self) -> tuple[str, ...]:
         """Names of all models that any worker serves or has served, aliases and adapters included."""
-        return tuple(dict.fromkeys(name for member in self for name in member.names))
+        return self._models
 
     def model_of(self, requested: str | None) -> str:
         """The pool that serves a request.
@@ -316,11 +322,11 @@ class Fleet:
             UnknownModel: Not served here.
             NoReadyWorker: No worker has told its model yet.
         """
-        models = self.models
+        models = self._models
         if not models:
             raise NoReadyWorker("no worker has been reached yet" if len(self) else "there are no workers")
         if requested is None:
-            if len({member.model_id for member in self if member.model_id is not None}) > 1:
+            if not self._is_one_model:
                 raise ModelRequired("several models are served here, so the request must name one in 'model'")
             return models[0]
         if requested in models:
