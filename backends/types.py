@@ -48,9 +48,11 @@ class Worker:
     admin_api_key: str | None = field(default=None, repr=False)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EngineIds:
     """Ids under which an engine runs one request.
+
+    Not changed after it is made; not frozen, since making a frozen one takes several times as long.
 
     Attributes:
         sent: As they stand in the engine's answers, perhaps between a prefix and a suffix of the engine's: one, or

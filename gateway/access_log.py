@@ -27,9 +27,11 @@ _BATCH_BYTES: Final = 64 * 1024
 _PLAIN: Final = re.compile(r"[!#-<>-\[\]-~]+")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class AccessRecord:
     """What the access log says about one request. ``None`` is unknown or not applicable.
+
+    Not changed after it is made; not frozen, since making a frozen one takes several times as long.
 
     Attributes:
         time: End of the request, seconds since the epoch.

@@ -99,18 +99,23 @@ _event = msgspec.json.Decoder(_Event)
 _error_body = msgspec.json.Decoder(_ErrorBody)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Usage:
-    """Token counts as the engine gave them, ``None`` where it gave none."""
+    """Token counts as the engine gave them, ``None`` where it gave none.
+
+    Not changed after it is made; not frozen, since making a frozen one takes several times as long.
+    """
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Verdict:
     """How an answer ended.
+
+    Not changed after it is made; not frozen, since making a frozen one takes several times as long.
 
     Attributes:
         outcome: Its class.

@@ -7,9 +7,11 @@ from typing import Protocol
 from backends.upstream.base import Headers
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ClientRequest:
     """What came from the client besides the body.
+
+    Not changed after it is made; not frozen, since making a frozen one takes several times as long.
 
     Attributes:
         method: Upper-case method.

@@ -18,9 +18,11 @@ from routers.fleet import Fleet, Member
 from routers.types import Candidate, RouteRequest
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Placed:
     """A request on its way to a rank.
+
+    Not changed after it is made; not frozen, since making a frozen one takes several times as long.
 
     Attributes:
         leg: The upstream request; the exchange ends it.

@@ -27,9 +27,11 @@ class Candidate:
     load: RankLoad
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RouteRequest:
     """What a policy knows of a request.
+
+    Not changed after it is made; not frozen, since making a frozen one takes several times as long.
 
     Attributes:
         prompt_tokens: Length of the prompt, 0 if it is not known without tokenizing.
@@ -42,9 +44,11 @@ class RouteRequest:
     overlap_blocks: Mapping[RankKey, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Placement:
     """A policy's choice.
+
+    Not changed after it is made; not frozen, since making a frozen one takes several times as long.
 
     Attributes:
         candidate: The rank chosen.
