@@ -167,13 +167,14 @@ class Gateway:
         app.include_router(health_router(self.services))
         app.include_router(models_router(self.services, self.keys))
         app.include_router(control_router(self.services, self.keys))
-        app.include_router(workers_router(self.services, self.keys, self._drain_tasks))
+        app.include_router(workers_router(self.services, self.keys, self.drain_tasks))
         app.include_router(
             fleet_router(self.services, self.keys, self.workers, self._control, self.settings.drain_timeout_s)
         )
         return app
 
-    def _drain_tasks(self) -> int:
+    def drain_tasks(self) -> int:
+        """Number of drains under way, the gateway's own and those of workers."""
         return len(self._drains) + self.workers.drain_tasks
 
     @asynccontextmanager

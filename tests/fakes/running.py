@@ -67,7 +67,7 @@ class RunningGateway:
 
     def state(self) -> dict[str, int]:
         """The counters of ``/internal/state``."""
-        return inner_state(self.gateway.services, 0)
+        return inner_state(self.gateway.services, self.gateway.drain_tasks())
 
     def busy(self) -> dict[str, int]:
         """The counters that are not zero."""
