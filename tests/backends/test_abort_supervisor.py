@@ -480,6 +480,19 @@ async def test_an_answer_that_nobody_has_read_yet_is_not_closed() -> None:
         leg.end()
 
 
+async def test_an_answer_that_comes_after_the_last_abort_is_not_closed() -> None:
+    async with bench() as b:
+        b.engine.ignored = 99
+        supervisor = b.supervisor(retry_sleeps_s=(20 * STEP_S,))
+        leg = await b.leg()
+        supervisor.abort_attached(leg, leg.engine_ids)
+        await until(lambda: len(b.engine.aborts) == 2, "the last abort")
+        b.engine.finish("a" * 32)
+        await idle(supervisor)
+        assert (await leg.call.head()).status == 200
+        leg.end()
+
+
 async def test_an_attached_abort_waits_for_the_request_to_be_written() -> None:
     async with bench() as b:
         supervisor = b.supervisor()
