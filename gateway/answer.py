@@ -18,18 +18,8 @@ from gateway.outcome import Outcome
 from gateway.routes import Dialect
 
 HOP_BY_HOP = frozenset(
-    {
-        b"connection",
-        b"keep-alive",
-        b"proxy-authenticate",
-        b"proxy-authorization",
-        b"proxy-connection",
-        b"te",
-        b"trailer",
-        b"trailers",
-        b"transfer-encoding",
-        b"upgrade",
-    }
+    b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer trailers"
+    b" transfer-encoding upgrade".split()
 )
 # Ours to set, or about the hop between engine and gateway.
 NOT_PASSED = HOP_BY_HOP | {b"server", b"date", b"x-request-id", b"content-length"}
