@@ -423,6 +423,8 @@ async def test_one_prompt_can_be_aborted() -> None:
         await running(engine, 2)
         assert (await ask(gateway, "/abort_request", {"rid": "mine_1"})).json()["aborted"] == ["mine_1"]
         await running(engine, 1)
+        made = engine.core.schedulers[0].totals.generated_tokens
+        await running(engine, 1, tokens=made + 40)
         await ask(gateway, "/abort_request", {"rid": "mine"})
         choices = (await connection.answer()).json()["choices"]
         assert [choice["finish_reason"] for choice in choices] == ["abort", "abort"]
