@@ -75,11 +75,11 @@ _LONG_NUMBER = re.compile(rb"\d{10,}")
 _ALL_DIGITS_ALIKE = bytes.maketrans(b"123456789", b"000000000")
 _TEN_DIGITS = b"0" * 10
 _IDS_ONLY = frozenset({"input_ids", "label_token_ids"})
-# Fields that hold ids, texts, or lists of either.
+# Fields that hold ids, texts, or lists of either, beside input_ids.
 _PROMPT_FIELDS = {
-    "/v1/completions": ("input_ids", "prompt"),
-    "/v1/embeddings": ("input_ids", "input"),
-    "/v1/classify": ("input_ids", "input"),
+    "/v1/completions": ("prompt",),
+    "/v1/embeddings": ("input",),
+    "/v1/classify": ("input",),
     "/v1/score": ("query", "items", "label_token_ids"),
 }
 
@@ -151,7 +151,7 @@ def refuse_deadly(body: JsonBody, route: Route) -> None:
         _refuse_empty(body.text("text"), "text", is_alone_empty=True)
     if route.dialect is Dialect.COMPLETIONS:
         _refuse_empty(body.text("prompt"), "prompt", is_alone_empty=False)
-    for name in _PROMPT_FIELDS.get(route.path, ("input_ids",)):
+    for name in ("input_ids", *_PROMPT_FIELDS.get(route.path, ())):
         ids = body.text(name)
         if ids.startswith(b"["):
             _refuse_impossible_ids(ids, name)
