@@ -133,3 +133,15 @@ async def test_field_case_124_each_model_has_its_own_workers_also_when_they_come
         await until(lambda: len(gateway.gateway.services.fleet) == 1, "b removed", PATIENCE_S)
         assert (await call(gateway.address, path, {**chat, "model": "b"})).status == 404
         assert (await call(gateway.address, path, chat)).status == 200
+
+
+async def test_field_case_125_an_adapter_is_asked_of_the_worker_that_has_loaded_it() -> None:
+    async with script_engine() as one, script_engine() as two, running_gateway(one.url, two.url) as gateway:
+        path, body = "/v1/completions", {"prompt": "hi", "model": "adapter"}
+        assert (await call(gateway.address, path, body)).status == 404
+        one.metadata["/v1/models"] = {"data": [{"id": "model"}, {"id": "adapter", "parent": "model"}]}
+        await until(lambda: "adapter" in gateway.gateway.services.fleet.models, "the adapter seen")
+        for _ in range(5):
+            assert (await call(gateway.address, path, body)).headers["x-forebay-worker"] == id_of(one)
+        listed = [entry["id"] for entry in (await get(gateway, "/v1/models"))["data"]]
+        assert listed == ["model", "adapter"]
