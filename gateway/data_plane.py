@@ -37,11 +37,12 @@ class ClientLeft(Exception):
 class AsgiDownstream:
     """``Downstream`` over ASGI messages and the server's connection."""
 
-    __slots__ = ("_connection", "_send", "is_gone")
+    __slots__ = ("_connection", "_cycle", "_send", "is_gone")
 
     def __init__(self, send: Send, connection: ConnectionProtocol) -> None:
         self._send = send
         self._connection = connection
+        self._cycle = connection.running
         self.is_gone = connection.is_gone
 
     def watch(self, on_gone: Callable[[], None] | None) -> None:
@@ -62,9 +63,15 @@ class AsgiDownstream:
             headers = [*headers, (b"connection", b"close")]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
+    async def answer(self, status: int, headers: Headers, body: bytes) -> None:
+        """See ``Downstream.answer``."""
+        if self._cycle is None or not self._connection.write_whole(self._cycle, status, headers, body):
+            await self.start(status, headers)
+            await self.finish(body)
+
     async def write(self, data: bytes) -> None:
         """See ``Downstream.write``."""
-        if not self.is_gone:
+        if not self.is_gone and (self._cycle is None or not self._connection.write_chunk(self._cycle, data)):
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def finish(self, data: bytes = b"") -> None:

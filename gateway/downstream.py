@@ -44,6 +44,9 @@ class Downstream(Protocol):
     async def start(self, status: int, headers: Headers) -> None:
         """Send the head. Without a ``content-length`` the body is chunked."""
 
+    async def answer(self, status: int, headers: Headers, body: bytes) -> None:
+        """Send a whole answer; ``headers`` hold its ``content-length``."""
+
     async def write(self, data: bytes) -> None:
         """Send a piece of the body; does nothing once the client is gone."""
 

@@ -11,7 +11,9 @@ from typing import Any, cast
 
 import httptools
 import orjson
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from backends.upstream.base import Headers
 
 SCOPE_KEY = "forebay.connection"
 # A client may go on sending a body that was refused, and must read the refusal; this bounds how long it is humoured.
@@ -23,6 +25,8 @@ MAX_PIPELINED = 8
 
 # Bound of a request's line and headers.
 MAX_HEAD_BYTES = 64 * 1024
+# Larger bodies are not copied into one buffer with the head.
+JOIN_BODY_BELOW_BYTES = 64 * 1024
 # How long a client that wanted the connection closed may go on sending a body that was refused.
 LINGER_S = 30.0
 
@@ -111,6 +115,54 @@ class ConnectionProtocol(HttpToolsProtocol):
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._linger = self.loop.call_later(LINGER_S, self.transport.abort)
+
+    # The two writes that nearly all answers are made of. uvicorn's own take two messages for a whole answer and look at
+    # every header and every state again; whatever is unusual is left to them.
+
+    @property
+    def running(self) -> RequestResponseCycle | None:
+        """The request that is answered now."""
+        return self._running
+
+    def write_whole(self, cycle: RequestResponseCycle, status: int, headers: Headers, body: bytes) -> bool:
+        """Answer ``cycle`` at once, ``content-length`` among ``headers``; ``False`` if that is for uvicorn to do."""
+        if (
+            cycle.response_started
+            or cycle.disconnected
+            or not cycle.keep_alive
+            or cycle.waiting_for_100_continue
+            or cycle.access_log
+            or self.flow.write_paused
+            or status in (204, 304)
+            or cycle.scope["method"] == "HEAD"
+        ):
+            return False
+        lines = [b"%b: %b\r\n" % header for header in (*self.server_state.default_headers, *headers)]
+        head = b"".join([STATUS_LINE[status], *lines])
+        if head.count(b"\n") != len(lines) + 1 or head.count(b"\r") != len(lines) + 1 or b"\0" in head:
+            return False  # uvicorn raises
+        cycle.response_started = cycle.response_complete = True
+        if len(body) < JOIN_BODY_BELOW_BYTES:
+            self.transport.write(b"%b\r\n%b" % (head, body))
+        else:
+            self.transport.writelines([head, b"\r\n", body])
+        cycle.message_event.set()
+        cycle.on_response()
+        return True
+
+    def write_chunk(self, cycle: RequestResponseCycle, data: bytes) -> bool:
+        """Write one chunk of a chunked body that has begun; ``False`` if that is for uvicorn to do."""
+        if (
+            not data
+            or not cycle.chunked_encoding
+            or cycle.response_complete
+            or cycle.disconnected
+            or self.flow.write_paused
+            or cycle.scope["method"] == "HEAD"
+        ):
+            return False
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
     # uvicorn and asyncio callbacks
 

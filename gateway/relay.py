@@ -307,9 +307,10 @@ class AnswerRelay:
         return await self._long_body(placed, head, parts)
 
     async def _send_whole(self, status: int, headers: Headers, body: bytes) -> None:
-        await self._start(status, [*headers, (b"content-length", b"%d" % len(body))])
+        self.status = status
+        self.first_byte_at = self._clock()
         self.bytes_out += len(body)
-        await self._downstream.finish(body)
+        await self._downstream.answer(status, [*headers, (b"content-length", b"%d" % len(body)), *self.headers], body)
 
     async def _long_body(self, placed: Placed, head: AnswerHead, begun: list[bytes]) -> Verdict:
         call = placed.leg.call
