@@ -1,6 +1,7 @@
 """The process around a gateway: socket, uvicorn, signals, and the drain before the end."""
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -23,6 +24,8 @@ logger = logging.getLogger("forebay")
 BACKLOG = 2048
 # Longer than any usual client's own limit, so that it is the client who closes an idle connection.
 KEEP_ALIVE_S = 75
+# New objects, less freed ones, between two collections.
+GC_THRESHOLD = 10_000
 # What connections get to flush after the drain.
 CLOSE_GRACE_S = 2
 
@@ -164,7 +167,19 @@ async def run_async(settings: Settings, *, on_started: Callable[[str], None] | N
     return 0
 
 
+def _settle_memory(url: str) -> None:
+    """Take what start-up made out of the garbage collector's sight; it lives as long as the process.
+
+    What a request makes is freed with its last reference. With hundreds of requests in flight the default of 700 new
+    objects is passed all the time, and each collection looks through everything that is alive to find next to nothing.
+    """
+    del url
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GC_THRESHOLD, 10, 10)
+
+
 def run(settings: Settings) -> int:
     """Serve in this process until a signal; see ``run_async``."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(run_async(settings))
+        return runner.run(run_async(settings, on_started=_settle_memory))
