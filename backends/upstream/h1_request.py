@@ -1,5 +1,7 @@
 """The head of an HTTP/1.1 request as bytes. Pure."""
 
+import functools
+
 from backends.errors import RequestUnsendable
 from backends.upstream.base import Origin, UpstreamRequest
 
@@ -12,10 +14,7 @@ def request_head(origin: Origin, request: UpstreamRequest) -> bytes:
     Raises:
         RequestUnsendable: A line break or NUL in a header, or anything but visible ASCII in the request line.
     """
-    line = f"{request.method} {origin.path_prefix}{request.path} HTTP/1.1"
-    if not line.isascii() or not line.isprintable() or line.count(" ") != 2:
-        raise RequestUnsendable("the request line holds a space or a character that is not visible ASCII")
-    parts = [f"{line}\r\nhost: {origin.authority}\r\n".encode()]
+    parts = [_first_lines(origin, request.method, request.path)]
     parts += [b"%b: %b\r\n" % header for header in request.headers]
     length = sum(map(len, request.body))
     if length or request.method != "GET":
@@ -25,3 +24,12 @@ def request_head(origin: Origin, request: UpstreamRequest) -> bytes:
     if head.count(b"\n") != lines or head.count(b"\r") != lines or b"\0" in head:
         raise RequestUnsendable("a header holds a line break or NUL")
     return head + b"\r\n"
+
+
+@functools.lru_cache(maxsize=1024)
+def _first_lines(origin: Origin, method: str, path: str) -> bytes:
+    """The request line and ``host``: a few for each worker, since the data plane has few paths."""
+    line = f"{method} {origin.path_prefix}{path} HTTP/1.1"
+    if not line.isascii() or not line.isprintable() or line.count(" ") != 2:
+        raise RequestUnsendable("the request line holds a space or a character that is not visible ASCII")
+    return f"{line}\r\nhost: {origin.authority}\r\n".encode()
