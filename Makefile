@@ -40,10 +40,12 @@ bench: venv
 soak: venv
 	$(BIN)/pytest -q -m soak --override-ini addopts= tests
 
-# Needs uv on the PATH. Names, versions and hashes only: no index address may get into the lock.
+# Needs uv on the PATH. Names, versions and hashes only: no index address gets into the locks.
+COMPILE := uv pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes --no-header --no-annotate
+
 lock:
-	uv pip compile pyproject.toml --extra dev --universal --python-version 3.11 --generate-hashes \
-		--no-emit-index-url --no-header --no-annotate -o requirements.lock
+	$(COMPILE) --extra dev -o requirements.lock
+	$(COMPILE) -o requirements-run.lock
 
 clean:
 	rm -rf $(VENV) .coverage .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
