@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from backends.json_body import JsonBody
+from gateway.errors import InvalidRequest
 from gateway.routes import ROUTES
 from gateway.screening import refuse_deadly
 from tests.gateway.envelopes import CHAT, COMPLETIONS, EMBEDDINGS, NATIVE, parsed, refused
@@ -233,3 +234,12 @@ def test_s2_8_what_is_not_sure_passes(body: dict[str, Any]) -> None:
 
 def test_s2_8_the_guard_is_for_the_native_route() -> None:
     parsed({**logprobs(), "messages": []}, path=CHAT, cap=1000)
+
+
+@pytest.mark.parametrize("at", [0, 2, 3000, *range(32_744, 32_774, 2), 65_530, 100_000])
+def test_an_impossible_id_is_found_anywhere_in_a_long_list(at: int) -> None:
+    ids = b"1," * 50_000
+    raw = b'{"input_ids":[' + ids[:at] + b"%b" + ids[at:] + b"1]}"
+    refuse_deadly(JsonBody.parse(raw % b"214748364,"), ROUTES["/generate"])
+    with pytest.raises(InvalidRequest, match="above"):
+        refuse_deadly(JsonBody.parse(raw % b"2147483648,"), ROUTES["/generate"])
