@@ -45,7 +45,7 @@ COMPILE := uv pip compile pyproject.toml --universal --python-version 3.11 --gen
 
 lock:
 	$(COMPILE) --extra dev -o requirements.lock
-	$(COMPILE) -o requirements-run.lock
+	$(COMPILE) -c requirements.lock -o requirements-run.lock
 
 clean:
 	rm -rf $(VENV) .coverage .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
