@@ -143,11 +143,16 @@ async def _call(control: UpstreamClient, member: Member, request: Request) -> Re
     """
     target = _target(request)
     headers = [h for h in request.headers.raw if h[0] in _CALL_HEADERS]
-    headers += bearer(member.worker.admin_api_key or member.worker.api_key)
-    upstream = UpstreamRequest(request.method, target, headers, [await request.body()])
+    sent = await request.body()
+    # SGLang takes the admin key on its admin routes only, and the other one on the others; a 401 has done nothing.
+    keys = list(dict.fromkeys((member.worker.admin_api_key or member.worker.api_key, member.worker.api_key)))
     try:
         async with asyncio.timeout(CALL_TIMEOUT_S):
-            head, body = await fetch_answer(control, member.worker.origin, upstream)
+            for key in keys:
+                upstream = UpstreamRequest(request.method, target, [*headers, *bearer(key)], [sent])
+                head, body = await fetch_answer(control, member.worker.origin, upstream)
+                if head.status != 401:
+                    break
     except (UpstreamError, TimeoutError) as exc:
         report = report_of(exc) if isinstance(exc, UpstreamError) else None
         message = report.message if report else f"no answer within {CALL_TIMEOUT_S:g} s"

@@ -365,3 +365,20 @@ async def test_only_administrators_change_the_fleet(scripted: ScriptEngine, tmp_
         assert len(gateway.gateway.services.fleet) == 1
         headers = {"Authorization": "Bearer secret"}
         assert (await call(gateway.address, "/workers", method="GET", headers=headers)).status == 200
+
+
+async def test_an_addressed_call_uses_the_key_that_the_route_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    # SGLang with both keys refuses the admin key on its ordinary routes, and the ordinary one on its admin routes.
+    monkeypatch.setenv("ENGINE_KEY", "ordinary")
+    monkeypatch.setenv("ENGINE_ADMIN_KEY", "admin")
+    engine = SimulatedEngine(EngineOptions(api_key="ordinary", admin_api_key="admin"))
+    await engine.start()
+    try:
+        spec = f"{engine.url},api_key_env=ENGINE_KEY,admin_api_key_env=ENGINE_ADMIN_KEY"
+        async with running_gateway(spec) as gateway:
+            worker = engine.url.removeprefix("http://")
+            for path, method in (("flush_cache", "POST"), ("model_info", "GET"), ("v1/loads?include=core", "GET")):
+                answer = await call(gateway.address, f"/workers/{worker}/call/{path}", method=method)
+                assert answer.status == 200, path
+    finally:
+        await engine.stop()
