@@ -38,7 +38,9 @@ def run(argv: Sequence[str]) -> int:
     if problem is not None:
         sys.stderr.write(f"forebay: cannot listen on {host}:{port}: {problem}; try --port 0 for a free port\n")
         return 1
-    # Before the gateway has its handlers and after it has given them up, SIGTERM acts as Ctrl-C.
+    # Before the gateway has its handlers and after it has given them up, SIGTERM acts as Ctrl-C. A shell's background
+    # jobs begin with Ctrl-C ignored, and so would both be here.
+    before_int = signal.signal(signal.SIGINT, signal.default_int_handler)
     before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     engines: list[SimulatedEngine] = []
     try:
@@ -55,6 +57,7 @@ def run(argv: Sequence[str]) -> int:
                 runner.run(_stop(engines))
     finally:
         signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGINT, before_int)
 
 
 async def _serve(engines: list[SimulatedEngine], host: str, port: int) -> int:

@@ -1,6 +1,7 @@
 """Fixtures for all tests; the parts they are made of are in ``tests.fakes``."""
 
 import os
+import signal
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -10,6 +11,8 @@ from simulator.options import EngineOptions
 from simulator.server import SimulatedEngine
 from tests.fakes.running import RunningGateway, running_gateway
 
+# A job in the background of a shell begins with SIGINT ignored, and so would every process that a test starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # One setting stretches every time limit of the tests, for slow machines.
 TIME_SCALE = float(os.environ.get("FOREBAY_TEST_TIME_SCALE", "1"))
 
