@@ -66,6 +66,8 @@ class ResponseStore:
         try:
             check_common(raw)
             prompt = _prompt(raw)
+            if isinstance(raw.get("request_id"), str):
+                raw = {**raw, "rid": raw["request_id"]}  # the answer's id, and the id that an abort finds
             request = plain_request(raw, prompt, raw.get("max_output_tokens"), rank_header(exchange), core.options)
         except errors.BodyError as exc:
             refuse_body(exchange, exc)
@@ -74,7 +76,7 @@ class ResponseStore:
             refuse(exchange, exc.message)
             return
         note_request(exchange, request)
-        shape = ResponseShape(raw, request.model, f"resp_{uuid.uuid4().hex}")
+        shape = ResponseShape(raw, request.model, raw.get("request_id") or f"resp_{uuid.uuid4().hex}")
         if request.generate.stream:
             renderer = ResponsesRenderer(shape, self.keep)
             extra = "cache-control: no-cache\r\n"

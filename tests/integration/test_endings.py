@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 
+from simulator.options import EngineOptions
+from simulator.server import SimulatedEngine
 from tests.fakes.replay_engine import captured_answer
-from tests.fakes.running import RunningGateway, running_gateway
+from tests.fakes.running import PATIENCE_S, RunningGateway, running_gateway
 from tests.fakes.script_engine import Reply, Script, ScriptEngine, SeenRequest
-from tests.fakes.wire import Answer, call
+from tests.fakes.wire import Answer, call, request_bytes, wire
 from tests.simulator.wire import load_capture
 
 CHAT, COMPLETIONS, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
@@ -311,3 +313,21 @@ async def test_cases_109_and_119_any_finish_reason_passes(
     scripted.script = streamed([b"data: " + payload + b"\n\n", b"data: [DONE]\n\n"]) if stream else whole(payload)
     answer = await asked(front, CHAT, stream=stream)
     assert answer.body == (b"data: " + payload + b"\n\ndata: [DONE]\n\n" if stream else payload)
+
+
+async def test_an_aborted_response_ends_at_once_under_its_public_id() -> None:
+    # SGLang takes the id of a response in request_id, and aborts by it.
+    engine = SimulatedEngine(EngineOptions(inter_token_ms=20))
+    await engine.start()
+    try:
+        async with running_gateway(engine.url) as gateway, wire(gateway.address) as connection:
+            body = {"model": "model", "input": "a", "max_output_tokens": 5000, "ignore_eos": True}
+            await connection.send(request_bytes("/v1/responses", body, headers={"X-Request-Id": "mine"}))
+            await engine.wait_for(lambda e: e.running == 1, PATIENCE_S)
+            told = await call(gateway.address, "/abort_request", {"rid": "mine"})
+            assert told.json()["aborted"] == ["mine"]
+            answer = await connection.answer()
+            assert (answer.status, answer.json()["id"]) == (200, "resp_mine")
+            assert len([entry for entry in engine.log.aborts if entry.source == "request"]) == 1
+    finally:
+        await engine.stop()
