@@ -28,7 +28,7 @@ check: venv
 
 test: check
 	$(BIN)/pytest -q --cov --cov-report=term:skip-covered
-	FOREBAY_TEST_UPSTREAM_CLIENT=httpx $(BIN)/pytest -q tests/integration
+	TEST_UPSTREAM_CLIENT=httpx $(BIN)/pytest -q tests/integration
 
 format: venv
 	$(BIN)/ruff format .

@@ -37,7 +37,13 @@ class RequestUnsendable(UpstreamError):
 
 
 class ConnectionDropped(UpstreamError):
-    """The connection ended after the request was written and before any byte of the answer."""
+    """The connection ended after the request was written and before any byte of the answer.
+
+    Attributes:
+        was_reused: It had carried calls before, so that its end may be the worker's idle limit and not its answer.
+    """
+
+    was_reused = False
 
 
 class AnswerBroken(UpstreamError):

@@ -69,9 +69,9 @@ class Gateway:
         tls = client_context(None, insecure=False) if uses_tls else None  # reading all authorities takes a while
         self._client: UpstreamClient
         if settings.upstream_client == "httpx":
-            self._client = HttpxClient(connect_timeout_s=settings.connect_timeout_s, tls=tls)
+            self._client = HttpxClient(connect_timeout_s=settings.connect_timeout_s, tls=tls, resends_stale=False)
         else:
-            self._client = H1Client(connect_timeout_s=settings.connect_timeout_s, tls=tls)
+            self._client = H1Client(connect_timeout_s=settings.connect_timeout_s, tls=tls, resends_stale=False)
         # Probes and aborts keep to their own connections: they must not wait behind traffic, nor be counted as it.
         self._control = H1Client(connect_timeout_s=settings.connect_timeout_s, tls=tls)
         self._resumes = ResumeWaits()

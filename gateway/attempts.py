@@ -8,6 +8,7 @@ class Failure(enum.Enum):
 
     UNREACHABLE = "no connection, so nothing was sent"
     BUSY = "the engine refused it for want of room"
+    STALE = "a kept connection ended as the request went out, and the worker lives"
     DROPPED = "the connection ended before any byte of an answer, and the worker lives"
     DIED = "the connection ended before any byte of an answer, and the worker is gone"
     FINAL = "anything else"
@@ -27,10 +28,11 @@ class Attempts:
         deaths: Workers that died under it.
     """
 
-    __slots__ = ("_most", "count", "deaths", "failed")
+    __slots__ = ("_most", "_was_stale", "count", "deaths", "failed")
 
     def __init__(self, most: int) -> None:
         self._most = most
+        self._was_stale = False
         self.count = 0
         self.deaths = 0
         self.failed: set[str] = set()
@@ -40,7 +42,10 @@ class Attempts:
         self.count += 1
 
     def may_retry(self, worker_id: str, failure: Failure) -> bool:
-        """Take a failure into account; whether another worker may be tried."""
+        """Take a failure into account; whether another worker may be tried, or after ``STALE`` any, this one too."""
+        if failure is Failure.STALE and not self._was_stale:
+            self._was_stale = True  # the race with an idle limit says nothing of the worker, and costs no attempt
+            return self.deaths == 0
         self.failed.add(worker_id)
         if failure is Failure.FINAL or self.count >= self._most:
             if failure is Failure.DIED:

@@ -46,6 +46,8 @@ READ_FIELDS = INTERNAL_FIELDS | {
 PASSED_HEADERS = frozenset({b"content-type", b"traceparent", b"tracestate", b"x-smg-routing-key", b"x-session-id"})
 PASSED_HEADER_PREFIX = b"x-sglext-"
 MAX_ID_CHARS = 256
+# No batch of a trainer is near it, and an engine that is asked for a million samples is gone for everybody.
+MAX_SEQUENCES = 65_536
 _LAX_TRUE = frozenset({b"true", b'"true"', b'"1"', b'"yes"', b'"on"', b'"y"', b'"t"', b"1", b"1.0"})
 _strings = msgspec.json.Decoder(list[str])
 _items = msgspec.json.Decoder(list[msgspec.Raw])
@@ -165,6 +167,9 @@ def parse_envelope(
     refuse_deadly(body, route)
     batch_size, prompt_tokens = _prompt(body, route)
     public_id, item_ids = _public_ids(body, by_name, batch_size, fallback_id)
+    samples = _samples(body, route)
+    if (batch_size or 1) * samples > MAX_SEQUENCES:
+        raise InvalidRequest(f"the request asks for more than {MAX_SEQUENCES} sequences", param="n")
     if route.dialect is Dialect.NATIVE and not is_stream:
         refuse_oversized_logprobs(body, prompt_tokens if batch_size is None else 0, max_response_bytes)
     return Envelope(
@@ -174,7 +179,7 @@ def parse_envelope(
         public_id=public_id,
         item_ids=item_ids,
         batch_size=batch_size,
-        samples=_samples(body, route),
+        samples=samples,
         prompt_tokens=prompt_tokens,
         dp_rank=_dp_rank(by_name),
         worker_id=_pinned_worker(by_name),

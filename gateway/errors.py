@@ -149,7 +149,7 @@ INTERNAL = ErrorReport(500, "internal", "internal error, see the gateway's log",
 BACKEND_AUTH = ErrorReport(
     502, "backend_auth", "the engine refused the gateway's own credentials", Outcome.ENGINE_ERROR
 )
-ABORTED = ErrorReport(499, "aborted", "the request was aborted and the engine gave no answer", Outcome.ABORTED)
+ABORTED = ErrorReport(499, "aborted", "the request was aborted", Outcome.ABORTED)
 WORKER_REMOVED = ErrorReport(
     503, "unavailable", "the worker was removed", Outcome.SHUTDOWN, retry_after_s=RETRY_AFTER_S
 )

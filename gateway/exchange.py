@@ -231,7 +231,8 @@ class Exchange:
         self._services.metrics.attempt(worker.id, str(report.outcome))
         logger.info("request %s on %s: %s", self._public_id, worker.id, error)
         is_busy = report.type == "overloaded" or isinstance(error, _REQUESTS_FAULT)
-        self._judge(placed, failed=report.status >= 500 and not is_busy)
+        is_stale = isinstance(error, ConnectionDropped) and error.was_reused
+        self._judge(placed, failed=report.status >= 500 and not is_busy and not is_stale)
         self._end(placed.leg)
         failure = await self._failure(placed, error, report)
         if failure in (Failure.UNREACHABLE, Failure.DIED):
@@ -247,7 +248,9 @@ class Exchange:
             return Failure.UNREACHABLE
         if isinstance(error, ConnectionDropped) and self._cause is None:
             # Whether the worker is still there decides if another one may be risked for this request.
-            return Failure.DROPPED if await self._services.is_alive(placed.leg.worker) else Failure.DIED
+            if not await self._services.is_alive(placed.leg.worker):
+                return Failure.DIED
+            return Failure.STALE if error.was_reused else Failure.DROPPED
         if isinstance(error, EngineRefused) and report.status == 503:
             return Failure.BUSY
         return Failure.FINAL

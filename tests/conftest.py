@@ -14,7 +14,7 @@ from tests.fakes.running import RunningGateway, running_gateway
 # A job in the background of a shell begins with SIGINT ignored, and so would every process that a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # One setting stretches every time limit of the tests, for slow machines.
-TIME_SCALE = float(os.environ.get("FOREBAY_TEST_TIME_SCALE", "1"))
+TIME_SCALE = float(os.environ.get("TEST_TIME_SCALE", "1"))
 
 
 @pytest.fixture

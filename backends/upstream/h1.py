@@ -25,11 +25,19 @@ class H1Client:
         connect_timeout_s: Limit of one connection attempt, name resolution and TLS included.
         idle_limit_s: Idle connections are closed after this time.
         tls: Context for ``https`` origins; ``None`` makes a default one when first needed.
+        resends_stale: A call whose pooled connection ended before any byte of an answer is sent again, once; else it
+            fails with ``ConnectionDropped.was_reused``.
     """
 
     def __init__(
-        self, *, connect_timeout_s: float = 5.0, idle_limit_s: float = IDLE_LIMIT_S, tls: ssl.SSLContext | None = None
+        self,
+        *,
+        connect_timeout_s: float = 5.0,
+        idle_limit_s: float = IDLE_LIMIT_S,
+        tls: ssl.SSLContext | None = None,
+        resends_stale: bool = True,
     ) -> None:
+        self._resends_stale = resends_stale
         self.loop = asyncio.get_running_loop()
         self._connect_timeout_s = connect_timeout_s
         self._idle_limit_s = idle_limit_s
@@ -60,10 +68,10 @@ class H1Client:
         try:
             wire_head = request_head(origin, request)
         except RequestUnsendable as exc:
-            call = H1Call(self.loop, origin, request, b"", self.connect_and_send)
+            call = H1Call(self.loop, origin, request, b"", self._replace_stale)
             call.fail(exc)
             return call
-        call = H1Call(self.loop, origin, request, wire_head, self.connect_and_send)
+        call = H1Call(self.loop, origin, request, wire_head, self._replace_stale)
         idle = self._idle.get(origin)
         oldest = self.loop.time() - self._idle_limit_s
         while idle:
@@ -74,6 +82,14 @@ class H1Client:
             connection.abandon()
         self.connect_and_send(call)
         return call
+
+    def _replace_stale(self, call: H1Call) -> bool:
+        """A pooled connection ended under ``call``: what else is idle there is as old. Send it anew, if we are to."""
+        for connection in self._idle.pop(call.origin, []):
+            connection.abandon()
+        if self._resends_stale:
+            self.connect_and_send(call)
+        return self._resends_stale
 
     def connect_and_send(self, call: H1Call) -> None:
         """Connect in an owned task and write ``call``'s request; used for new and for replaced connections."""

@@ -37,7 +37,7 @@ class H1Call:
         origin: Where it goes.
         request: What goes there.
         wire_head: Its request line and headers as they are written.
-        reconnect: Connects anew and sends this call; used once, when a pooled connection turned out to be stale.
+        reconnect: Connects anew and sends this call, if that is wanted when a pooled connection turned out to be stale.
     """
 
     __slots__ = (
@@ -66,7 +66,7 @@ class H1Call:
         origin: Origin,
         request: UpstreamRequest,
         wire_head: bytes,
-        reconnect: "Callable[[H1Call], None]",
+        reconnect: "Callable[[H1Call], bool]",
     ) -> None:
         self._loop = loop
         self.origin = origin
@@ -199,8 +199,10 @@ class H1Call:
         self._connection = None
         if may_resend and not self._resent:
             self._resent = True
-            self._reconnect(self)
-            return
+            if self._reconnect(self):
+                return
+            if isinstance(error, ConnectionDropped):
+                error.was_reused = True
         self.fail(error)
 
     def fail(self, error: Exception) -> None:

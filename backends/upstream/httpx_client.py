@@ -101,8 +101,14 @@ class HttpxClient:
     """
 
     def __init__(
-        self, *, connect_timeout_s: float = 5.0, idle_limit_s: float = IDLE_LIMIT_S, tls: ssl.SSLContext | None = None
+        self,
+        *,
+        connect_timeout_s: float = 5.0,
+        idle_limit_s: float = IDLE_LIMIT_S,
+        tls: ssl.SSLContext | None = None,
+        resends_stale: bool = True,
     ) -> None:
+        self._resends_stale = resends_stale
         self._loop = asyncio.get_running_loop()
         self._connect_timeout_s = connect_timeout_s
         self._idle_limit_s = idle_limit_s
@@ -173,12 +179,16 @@ class HttpxClient:
             except UpstreamError as exc:
                 call.fail(exc)
             except FAILURES as exc:
-                if _was_stale(exc, attempt) and not call.has_resent:
+                is_stale = _was_stale(exc, attempt) and not call.has_resent
+                if is_stale:
                     call.has_resent = True
-                    # What else is idle there is as old, and the resent request must not meet a second stale one.
+                    # What else is idle there is as old, and the next request must not meet a second stale one.
                     await self._transport.close_idle(call.origin)
-                    continue
+                    if self._resends_stale:
+                        continue
                 error = _failure(exc, attempt, call)
+                if isinstance(error, ConnectionDropped):
+                    error.was_reused = is_stale
                 error.__cause__ = exc
                 call.fail(error)
 

@@ -1,6 +1,7 @@
 """The gateway's error shape on the routes that FastAPI serves, and the two guards in front of them."""
 
 import logging
+import uuid
 from collections.abc import Callable
 
 from fastapi import FastAPI, Request, Response
@@ -8,7 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from gateway.auth import Keys
-from gateway.envelope import read_headers
+from gateway.envelope import MAX_ID_CHARS, header_value, read_headers
 from gateway.errors import (
     INTERNAL,
     ErrorReport,
@@ -29,7 +30,10 @@ logger = logging.getLogger("forebay.api")
 def refusal(report: ErrorReport, request: Request) -> Response:
     """The answer that tells ``report``."""
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in report.headers}
-    return Response(report.body(request.headers.get("x-request-id")), report.status, headers)
+    given = request.headers.get("x-request-id", "")[:MAX_ID_CHARS]
+    request_id = given if given and given.isprintable() else uuid.uuid4().hex
+    headers["x-request-id"] = header_value(request_id).decode()
+    return Response(report.body(request_id), report.status, headers)
 
 
 def install_error_shape(app: FastAPI) -> None:

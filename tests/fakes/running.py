@@ -18,7 +18,7 @@ from gateway.server import GatewayServer, base_url, bind
 from gateway.settings import Settings
 from routers.fleet import WorkerState
 
-TIME_SCALE = float(os.environ.get("FOREBAY_TEST_TIME_SCALE", "1"))
+TIME_SCALE = float(os.environ.get("TEST_TIME_SCALE", "1"))
 # Any wait in a test ends by then, at the latest.
 PATIENCE_S = 10.0 * TIME_SCALE
 # Fast enough for tests; slow enough not to fill the log.
@@ -27,7 +27,7 @@ QUICK: dict[str, Any] = {
     "health_interval_s": 0.05 * TIME_SCALE,
     "identify_backoff_max_s": 0.2 * TIME_SCALE,
     "breaker_failures": 1_000_000,
-    "upstream_client": os.environ.get("FOREBAY_TEST_UPSTREAM_CLIENT", "httptools"),
+    "upstream_client": os.environ.get("TEST_UPSTREAM_CLIENT", "httptools"),
 }
 
 

@@ -56,3 +56,12 @@ def test_transcripts(failures: list[Failure], most: int, said: list[bool], death
 def test_nothing_has_failed_at_first() -> None:
     attempts = Attempts(3)
     assert (attempts.count, attempts.deaths, attempts.failed) == (0, 0, set())
+
+
+def test_a_stale_connection_costs_one_try_of_any_worker() -> None:
+    attempts = Attempts(1)
+    attempts.begin()
+    assert attempts.may_retry("a", Failure.STALE)
+    assert attempts.failed == set()
+    attempts.begin()
+    assert not attempts.may_retry("a", Failure.STALE)

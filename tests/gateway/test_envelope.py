@@ -322,3 +322,8 @@ def test_of_repeated_headers_the_first_counts() -> None:
 def test_an_envelope_does_not_change() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         parsed({"text": "a"}).model = "x"  # type: ignore[misc]
+
+
+def test_more_sequences_than_any_engine_can_run_are_refused() -> None:
+    error = refused(b'{"text":"a","sampling_params":{"n":1000000}}')
+    assert "sequences" in error.report.message

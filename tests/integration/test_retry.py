@@ -438,3 +438,22 @@ async def simulated(**options: Any) -> AsyncIterator[SimulatedEngine]:
         yield engine
     finally:
         await engine.stop()
+
+
+async def test_a_kept_connection_that_ends_as_the_request_goes_out_costs_one_counted_attempt(
+    scripted: ScriptEngine, front: RunningGateway
+) -> None:
+    async def closes(request: SeenRequest, reply: Reply) -> None:
+        if len(scripted.requests) == 2:
+            reply.close()
+        else:
+            await reply.whole(b'{"meta_info":{"id":"%b"}}' % request.rid.encode())
+
+    scripted.script = closes
+    assert (await call(front.address, "/generate", {"text": "a"})).status == 200
+    answer = await call(front.address, "/generate", {"text": "a"})
+    assert (answer.status, answer.headers["x-forebay-attempts"]) == (200, "2")
+    _, first, second = (request.rid for request in scripted.requests)
+    assert first != second
+    record = await front.record(2)
+    assert (record.attempts, record.engine_ids, record.outcome) == (2, (first, second), "complete")
