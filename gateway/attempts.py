@@ -44,7 +44,9 @@ class Attempts:
     def may_retry(self, worker_id: str, failure: Failure) -> bool:
         """Take a failure into account; whether another worker may be tried, or after ``STALE`` any, this one too."""
         if failure is Failure.STALE and not self._was_stale:
-            self._was_stale = True  # the race with an idle limit says nothing of the worker, and costs no attempt
+            self._was_stale = (
+                True  # the race with an idle limit says nothing of the worker, so the limit does not apply
+            )
             return self.deaths == 0
         self.failed.add(worker_id)
         if failure is Failure.FINAL or self.count >= self._most:
