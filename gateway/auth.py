@@ -11,10 +11,11 @@ def bearer_of(headers: Mapping[bytes, bytes]) -> bytes | None:
     """The bearer token, ``None`` if there is none. ``None`` as a word counts as none, since some clients send it."""
     value = headers.get(b"authorization", b"")
     scheme, _, token = value.partition(b" ")
-    token = token.strip()
-    if scheme.lower() != b"bearer" or not token or token == b"None":
-        return None
-    return token
+    return _known(token.strip()) if scheme.lower() == b"bearer" else None
+
+
+def _known(key: bytes) -> bytes | None:
+    return None if key in (b"", b"None") else key
 
 
 class Keys:
@@ -41,14 +42,21 @@ class Keys:
         return bool(self._admin)
 
     def may_use(self, headers: Mapping[bytes, bytes]) -> bool:
-        """Whether the client routes are open to a request with these headers."""
+        """Whether the client routes are open to a request with these headers.
+
+        Clients of ``/v1/messages`` send their key as ``x-api-key``; one right key is enough where both are sent.
+        """
         if not self._client:
             return True
-        token = bearer_of(headers)
-        return token is not None and (_is_one_of(token, self._client) or _is_one_of(token, self._admin))
+        keys = [*self._client, *self._admin]
+        given = (bearer_of(headers), _known(headers.get(b"x-api-key", b"")))
+        return any(key is not None and _is_one_of(key, keys) for key in given)
 
     def may_administer(self, headers: Mapping[bytes, bytes], client_host: str | None) -> bool:
-        """Whether the admin routes are open to a request with these headers from that address."""
+        """Whether the admin routes are open to a request with these headers from that address.
+
+        Only ``Authorization`` counts here.
+        """
         if self._admin:
             token = bearer_of(headers)
             return token is not None and _is_one_of(token, self._admin)

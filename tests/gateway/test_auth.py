@@ -57,6 +57,29 @@ def test_client_routes(client_keys: list[str], admin_keys: list[str], value: str
 
 
 @pytest.mark.parametrize(
+    ("headers", "may"),
+    [
+        pytest.param({b"x-api-key": b"k"}, True, id="right"),
+        pytest.param({b"x-api-key": b"a"}, True, id="the admin key opens it too"),
+        pytest.param({b"x-api-key": b"wrong"}, False, id="wrong"),
+        pytest.param({b"x-api-key": b"Bearer k"}, False, id="no scheme in this one"),
+        pytest.param({b"x-api-key": b""}, False, id="empty"),
+        pytest.param({b"x-api-key": b"None"}, False, id="the word None"),
+        pytest.param({b"x-api-key": b"k", b"authorization": b"Bearer None"}, True, id="beside no bearer token"),
+        pytest.param({b"x-api-key": b"wrong", b"authorization": b"Bearer k"}, True, id="beside the right token"),
+        pytest.param({b"x-api-key": b"wrong", b"authorization": b"Bearer wrong"}, False, id="both wrong"),
+    ],
+)
+def test_client_routes_take_the_key_in_a_header_of_its_own(headers: dict[bytes, bytes], may: bool) -> None:
+    assert Keys(["k", "None"], ["a"]).may_use(headers) is may
+    assert Keys().may_use(headers)
+
+
+def test_the_admin_routes_take_a_bearer_token_only() -> None:
+    assert not Keys(["k"], ["a"]).may_administer({b"x-api-key": b"a"}, "127.0.0.1")
+
+
+@pytest.mark.parametrize(
     ("host", "may"),
     [
         pytest.param("127.0.0.1", True, id="loopback"),
