@@ -110,6 +110,8 @@ class FleetControl:
         name = f"watch {worker.id}"
         self._watches[worker.id] = self._loops.spawn(supervise(name, watch.run, self._on_fatal), name)
         logger.info("worker %s added", worker.id)
+        if member.role is not Role.REGULAR:
+            logger.warning("worker %s gets no requests: this release cannot pair %s workers", worker.id, member.role)
         return member
 
     def _call_removal_off(self, member: Member) -> None:

@@ -11,6 +11,7 @@ from backends.errors import UpstreamError
 from backends.upstream.base import UpstreamClient, UpstreamRequest
 from backends.upstream.fetch import fetch_answer
 from backends.worker_spec import WorkerSpec, WorkerSpecError, worker_id, worker_spec_from_mapping
+from gateway.api.fan_out import add_fan_out_routes
 from gateway.api.json_response import json_response
 from gateway.api.refusals import admin_guard
 from gateway.auth import Keys
@@ -132,6 +133,7 @@ def fleet_router(
     async def call(worker: str, request: Request) -> Response:
         return await _call(control, member_of(worker), request)
 
+    add_fan_out_routes(router)
     return router
 
 
