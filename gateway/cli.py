@@ -3,7 +3,6 @@
 Exit codes: 0 stopped or done, 1 failed, 2 bad arguments. Users' errors are one line on stderr.
 """
 
-import argparse
 import importlib.metadata
 import signal
 import sys
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
+from gateway.options import LineParser, nearest
 from gateway.settings import SettingsError, load_settings
 
 _NOT_THERE = ("relay", "explain")
@@ -25,7 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _COMMANDS[command](arguments[1:])
         if command in _NOT_THERE:
             return _fail(f"{command} is not available in this release", 2)
-        _parser().parse_args(arguments or ["--help"])
+        if command and not command.startswith("-"):
+            return _fail(f"{command}: unknown command{nearest(command, [*_COMMANDS, *_NOT_THERE], 'forebay')}", 2)
+        _parser().read(arguments or ["--help"])
     except SettingsError as exc:
         return _fail(str(exc), 2)
     except SystemExit as exc:
@@ -36,15 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> LineParser:
+    parser = LineParser(
         prog="forebay",
-        allow_abbrev=False,
         description="An HTTP gateway in front of SGLang and vLLM engines.",
         epilog="forebay COMMAND --help shows a command's options.",
     )
     parser.add_argument("--version", action="version", version=f"forebay {importlib.metadata.version('forebay')}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(metavar="COMMAND")
     for name, text in (
         ("serve", "run the gateway"),
         ("simulate", "run a simulated engine"),

@@ -1,6 +1,5 @@
 """``forebay demo``: two simulated engines and the gateway in one process, to try things out."""
 
-import argparse
 import asyncio
 import signal
 import socket
@@ -9,8 +8,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from backends.worker_spec import WorkerSpec
+from gateway.options import LineParser
 from gateway.server import run_async
-from gateway.settings import Settings
+from gateway.settings import Settings, SettingsError
 from simulator.options import EngineOptions
 from simulator.server import SimulatedEngine
 
@@ -26,14 +26,20 @@ def run(argv: Sequence[str]) -> int:
 
     Returns:
         0 when it was stopped, 1 when it could not start.
+
+    Raises:
+        SettingsError: An option is wrong.
     """
-    parser = argparse.ArgumentParser(prog="forebay demo", allow_abbrev=False, description="Try the gateway out.")
+    parser = LineParser(
+        prog="forebay demo",
+        description="Run the gateway on two simulated engines, to try it out; every number and text is made up.",
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on, 0 for any (default: %(default)s)")
-    arguments = parser.parse_args(argv)
+    arguments = parser.read(argv)
     host, port = str(arguments.host), int(arguments.port)
     if not 0 <= port <= 65535:
-        parser.error(f"--port: {port} is out of range; ports are 0 to 65535")
+        raise SettingsError(f"--port: {port} is out of range; ports are 0 to 65535")
     problem = _why_not_free(host, port)
     if problem is not None:
         sys.stderr.write(f"forebay: cannot listen on {host}:{port}: {problem}; try --port 0 for a free port\n")

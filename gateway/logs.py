@@ -56,3 +56,5 @@ def configure_logging(log_format: str, level: str) -> None:
         root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(_LEVELS[level])
+    # The server's own lines about its start and end say less than ours.
+    logging.getLogger("uvicorn.error").setLevel(logging.NOTSET if level == "debug" else logging.WARNING)

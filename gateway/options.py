@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from pydantic import BaseModel, Field
@@ -64,11 +64,10 @@ def options_of(model: type[BaseModel], env_prefix: str, keys: Mapping[str, str])
     )
 
 
-def parser_of(options: Iterable[Option], prog: str, description: str) -> argparse.ArgumentParser:
+def parser_of(options: Iterable[Option], prog: str, description: str) -> "LineParser":
     """Return a command line of ``options``; values stay text, and what is not given is absent."""
-    parser = _Parser(
+    parser = LineParser(
         prog=prog,
-        allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         description=description,
         epilog="Repeatable options are lists in the file, and separated by spaces or ';' in the environment.",
@@ -92,10 +91,10 @@ def expected(option: Option) -> str:
     return "expected: " + " ".join(filter(None, [*facts, option.unit and f"({option.unit})"]))
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Point from an unknown name to the nearest known one, for the end of a refusal."""
+def nearest(name: str, known: Iterable[str], command: str = "forebay serve") -> str:
+    """Point from an unknown name to the nearest known one, else to the help page; for the end of a refusal."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else "; see forebay serve --help"
+    return f"; did you mean {near[0]}?" if near else f"; see {command} --help"
 
 
 def _option_of(field: str, key: str, env: str, info: FieldInfo, schema: dict[str, Any]) -> Option:
@@ -122,6 +121,27 @@ def _option_of(field: str, key: str, env: str, info: FieldInfo, schema: dict[str
     )
 
 
-class _Parser(argparse.ArgumentParser):
+class LineParser(argparse.ArgumentParser):
+    """A command line whose refusals are one line; takes what ``ArgumentParser`` takes, by name."""
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(allow_abbrev=False, **keywords)
+
+    def read(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Parse all of ``argv``; ``--help`` and ``--version`` print and raise ``SystemExit``.
+
+        Raises:
+            SettingsError: An option is unknown or has no value, or one has a value of the wrong type.
+        """
+        known, unknown = self.parse_known_args(list(argv))
+        if unknown:
+            name = unknown[0].partition("=")[0]
+            if not name.startswith("-"):
+                raise SettingsError(f"{unknown[0]}: unexpected argument; see {self.prog} --help")
+            flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+            raise SettingsError(f"{name}: unknown option{nearest(name, flags, self.prog)}")
+        return known
+
     def error(self, message: str) -> NoReturn:
-        raise SettingsError(f"{message}; see {self.prog} --help")
+        """Refuse in one line (argparse hook)."""
+        raise SettingsError(f"{message.removeprefix('argument ')}; see {self.prog} --help")

@@ -17,7 +17,8 @@ from gateway.access_log import AccessLog
 from gateway.app import Gateway
 from gateway.logs import configure_logging
 from gateway.protocol import ConnectionProtocol
-from gateway.settings import Settings, SettingsError, describe
+from gateway.settings import Settings, SettingsError, describe, describe_changed
+from gateway.start_checks import check_files, doubtful, why_not_listening
 
 logger = logging.getLogger("forebay")
 
@@ -122,26 +123,28 @@ async def run_async(settings: Settings, *, on_started: Callable[[str], None] | N
         on_started: Called with the base URL once requests are taken.
 
     Returns:
-        The process's exit code: 0 after a signal, 1 when it could not start or go on.
+        The process's exit code: 0 after a signal, 1 when it could not listen or go on, 2 when an option is wrong.
     """
     configure_logging(settings.log_format, settings.log_level)
     try:
+        check_files(settings)
+    except SettingsError as exc:
+        return _fail(str(exc), 2)
+    try:
         sock = bind(settings.host, settings.port)
     except OSError as exc:
-        address = f"{settings.host}:{settings.port}"
-        sys.stderr.write(f"forebay: cannot listen on {address}: {exc.strerror or exc} (--host, --port)\n")
-        return 1
+        return _fail(why_not_listening(settings.host, settings.port, exc), 1)
     with sock:
         access_log = AccessLog(log_format=settings.log_format)
         try:
-            if settings.tls_key_file is not None and settings.tls_cert_file is None:
-                raise SettingsError("--tls-key-file: a key without its certificate; give --tls-cert-file too")
             gateway = Gateway(settings, access_log)
         except SettingsError as exc:
             await access_log.close()
-            sys.stderr.write(f"forebay: {exc}\n")
-            return 2
-        logger.info("settings: %s", describe(settings))
+            return _fail(str(exc), 2)
+        logger.info("settings: %s", describe_changed(settings))
+        logger.debug("all settings: %s", describe(settings))
+        for text in doubtful(settings.workers):
+            logger.warning("%s", text)
         url = base_url(sock, is_tls=settings.tls_cert_file is not None)
 
         def started() -> None:
@@ -149,22 +152,15 @@ async def run_async(settings: Settings, *, on_started: Callable[[str], None] | N
             if on_started is not None:
                 on_started(url)
 
-        server = GatewayServer(gateway, started)
-        try:
-            server.config.load()
-        except (OSError, ValueError) as exc:  # ssl.SSLError is an OSError
-            await access_log.close()
-            key_file = settings.tls_key_file or "inside it"
-            sys.stderr.write(
-                f"forebay: --tls-cert-file: the certificate {settings.tls_cert_file} or its key ({key_file}) "
-                f"cannot be used: {exc}\n"
-            )
-            return 1
-        await server.serve(sockets=[sock])
+        await GatewayServer(gateway, started).serve(sockets=[sock])
     if gateway.failed is not None:
-        sys.stderr.write(f"forebay: stopped because {gateway.failed!r} failed, see the log\n")
-        return 1
+        return _fail(f"stopped because {gateway.failed!r} failed, see the log", 1)
     return 0
+
+
+def _fail(message: str, code: int) -> int:
+    sys.stderr.write(f"forebay: {message}\n")
+    return code
 
 
 def _settle_memory(url: str) -> None:

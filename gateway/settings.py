@@ -5,7 +5,6 @@ are refused with the nearest known one, in all three places. The fields of ``Set
 only list of options: their texts are the ``--help`` page. No other module reads the environment.
 """
 
-import argparse
 import dataclasses
 import functools
 import ipaddress
@@ -19,7 +18,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from backends.worker_spec import WorkerSpec, WorkerSpecError, parse_worker_spec, worker_id, worker_spec_from_mapping
-from gateway.options import Option, SettingsError, declare, expected, nearest, options_of, parser_of
+from gateway.options import LineParser, Option, SettingsError, declare, expected, nearest, options_of, parser_of
 
 __all__ = [
     "NOT_YET",
@@ -27,6 +26,7 @@ __all__ = [
     "SettingsError",
     "build_parser",
     "describe",
+    "describe_changed",
     "load_settings",
     "options",
     "read_config_workers",
@@ -179,7 +179,7 @@ def options() -> tuple[Option, ...]:
     return options_of(Settings, ENV_PREFIX, {"workers": "worker"})
 
 
-def build_parser(prog: str = "forebay serve") -> argparse.ArgumentParser:
+def build_parser(prog: str = "forebay serve") -> LineParser:
     """Return the command line of ``serve``."""
     return parser_of(options(), prog, "Run the gateway. Command line over environment over file over default.")
 
@@ -198,11 +198,7 @@ def load_settings(argv: Sequence[str], environ: Mapping[str, str] | None = None)
             the file cannot be read.
     """
     environ = os.environ if environ is None else environ
-    known, unknown = build_parser().parse_known_args(list(argv))
-    if unknown:
-        name = unknown[0].partition("=")[0]
-        raise SettingsError(f"{name}: unknown option{nearest(name, [option.flag for option in options()])}")
-    given = vars(known)
+    given = vars(build_parser().read(argv))
     from_env = {option: environ[option.env] for option in options() if _is_set(environ, option.env)}
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -274,6 +270,12 @@ def describe(settings: Settings) -> dict[str, object]:
     """Return the effective settings for the log. No key is in them: keys live in files and variables."""
     shown: dict[str, object] = settings.model_dump(mode="json", exclude={"workers"})
     return {**shown, "workers": [dataclasses.asdict(spec) for spec in settings.workers]}
+
+
+def describe_changed(settings: Settings) -> str:
+    """Return the settings that are not at their defaults, as one would write them; workers have lines of their own."""
+    shown = settings.model_dump(mode="json", exclude={"workers"}, exclude_defaults=True)
+    return " ".join(f"{name}={value}" for name, value in shown.items()) or "all at their defaults"
 
 
 def _read_file(path: Path) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """``forebay workers``: the worker list of a running gateway, as a table or as JSON."""
 
-import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -9,9 +8,11 @@ from typing import Final
 
 import httpx
 
-from gateway.settings import SettingsError, read_key_file
+from gateway.options import LineParser
+from gateway.settings import DAY_S, SettingsError
+from gateway.start_checks import read_key_option
 
-_COLUMNS: Final = ("id", "role", "engine", "model_id", "state", "in_flight", "dp_size")
+_COLUMNS: Final = ("id", "role", "engine", "model_id", "state", "in_flight", "dp_size", "detail")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -21,17 +22,21 @@ def run(argv: Sequence[str]) -> int:
         0 when the list was printed, 1 when the gateway could not be asked.
 
     Raises:
-        SettingsError: The URL or the key file is not usable.
+        SettingsError: An option is wrong, or the key file is not usable.
     """
-    arguments = _parser().parse_args(argv)
+    arguments = _parser().read(argv)
     key_file: Path | None = arguments.admin_api_key_file
-    headers = {} if key_file is None else {"authorization": f"Bearer {read_key_file(key_file)[0]}"}
+    key = None if key_file is None else read_key_option("--admin-api-key-file", key_file)[0]
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    timeout_s: float = arguments.timeout_s
+    if not 0 < timeout_s <= DAY_S:
+        raise SettingsError(f"--timeout-s: {timeout_s:g} is out of range; above 0, at most {DAY_S} (s)")
     base = str(arguments.url).rstrip("/")
     if not base.startswith(("http://", "https://")):
         raise SettingsError(f"--url: {base!r} is not an http:// or https:// address")
     try:
         # Proxies are for the way out; a gateway is near.
-        answer = httpx.get(f"{base}/workers", headers=headers, timeout=arguments.timeout_s, trust_env=False)
+        answer = httpx.get(f"{base}/workers", headers=headers, timeout=timeout_s, trust_env=False)
     except httpx.InvalidURL as exc:
         raise SettingsError(f"--url: {base!r} is not an address: {exc}") from exc
     except httpx.HTTPError as exc:
@@ -49,25 +54,21 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="forebay workers", allow_abbrev=False, description="List the workers of a running gateway."
-    )
+def _parser() -> LineParser:
+    parser = LineParser(prog="forebay workers", description="List the workers of a running gateway.")
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="address of the gateway (default: %(default)s)")
-    parser.add_argument("--admin-api-key-file", type=Path, metavar="FILE", help="file whose first key is sent")
+    parser.add_argument(
+        "--admin-api-key-file", type=Path, metavar="FILE", help="file whose first key is sent (default: none)"
+    )
     parser.add_argument("--timeout-s", type=float, default=10.0, metavar="S", help="longest wait (s; default: 10)")
-    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON (default: a table)")
     return parser
 
 
 def _row(worker: Mapping[str, object]) -> list[str]:
-    if worker.get("is_draining"):
-        state = "draining"
-    elif worker.get("is_ready"):
-        state = "ready"
-    else:
-        state = "not ready" if worker.get("is_healthy") else "down"
-    shown = {**worker, "state": state}
+    engine = " ".join(str(worker[name]) for name in ("engine", "engine_version") if worker.get(name))
+    detail = worker.get("detail")
+    shown = {**worker, "engine": engine, "detail": "" if detail == worker.get("state") else detail}
     return [_printable(shown.get(column)) for column in _COLUMNS]
 
 

@@ -2,6 +2,7 @@
 
 import http.server
 import json
+import re
 import runpy
 import socket
 import sys
@@ -43,8 +44,9 @@ def test_serve_help_shows_environment_names(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        pytest.param(["serv"], "serv", id="unknown command"),
-        pytest.param(["--vers"], "--vers", id="unknown option"),
+        pytest.param(["serv"], "serv: unknown command; did you mean serve?", id="unknown command"),
+        pytest.param(["xyzzy"], "see forebay --help", id="unknown command far off"),
+        pytest.param(["--vers"], "--vers: unknown option; did you mean --version?", id="unknown option"),
         pytest.param(["relay"], "relay is not available in this release", id="relay"),
         pytest.param(["explain", "--url", "x"], "explain is not available in this release", id="explain"),
         pytest.param(["serve", "--prot", "1"], "did you mean --port?", id="unknown option of serve"),
@@ -52,15 +54,56 @@ def test_serve_help_shows_environment_names(capsys: pytest.CaptureFixture[str]) 
         pytest.param(["workers", "--url", "h:1"], "--url", id="address without a scheme"),
         pytest.param(["workers", "--url", "http://[::1"], "--url", id="broken address"),
         pytest.param(["workers", "--admin-api-key-file", "/nonexistent/k"], "/nonexistent/k", id="no key file"),
+        pytest.param(["workers", "--admin-api-key-file", "/nonexistent/k"], "--admin-api-key-file: ", id="its option"),
         pytest.param(["workers", "--xyzzy"], "--xyzzy", id="unknown option of workers"),
+        pytest.param(["workers", "--ulr", "x"], "--ulr: unknown option; did you mean --url?", id="near one of workers"),
+        pytest.param(["workers", "http://h:1"], "http://h:1: unexpected argument", id="stray argument of workers"),
+        pytest.param(["workers", "--timeout-s", "x"], "--timeout-s: invalid float value", id="no number"),
+        pytest.param(["workers", "--timeout-s", "-1"], "--timeout-s: -1 is out of range", id="negative"),
+        pytest.param(["workers", "--timeout-s", "nan"], "--timeout-s: nan is out of range", id="not a number"),
+        pytest.param(["demo", "--prot", "1"], "--prot: unknown option; did you mean --port?", id="near one of demo"),
+        pytest.param(["demo", "--port", "65536"], "--port: 65536 is out of range", id="port out of range"),
+        pytest.param(["serve", "http://h:1"], "http://h:1: unexpected argument", id="stray argument"),
+        pytest.param(["serve", "--api-key-file", "/no/k"], "--api-key-file: key file /no/k: cannot", id="no keys"),
+        pytest.param(["serve", "--tls-cert-file", "/no/c"], "--tls-cert-file: /no/c cannot be read", id="no cert"),
     ],
 )
-def test_bad_arguments_exit_with_2(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments_exit_with_2(
+    argv: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("gateway.server.configure_logging", lambda *args: None)
     assert main(argv) == 2
     captured = capsys.readouterr()
-    assert says in captured.err
-    assert "Traceback" not in captured.err
+    (line,) = captured.err.splitlines()
+    assert line.startswith("forebay: ")
+    assert says in line
     assert captured.out == ""
+
+
+@pytest.mark.parametrize("command", ["serve", "demo", "workers"])
+def test_every_option_has_its_default_on_the_help_page(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    page = capsys.readouterr().out.partition("options:")[2]
+    texts = {text.split()[0]: " ".join(text.split()) for text in re.split(r"\n  (?=-)", page) if text.startswith("--")}
+    assert len(texts) >= 2
+    assert [flag for flag, text in texts.items() if "default: " not in text] == []
+    units = {"-s": "(s; ", "-bytes": "(bytes; "}
+    lacking = [
+        flag for flag, text in texts.items() for end, unit in units.items() if flag.endswith(end) and unit not in text
+    ]
+    assert lacking == []
+
+
+def test_a_taken_port_is_one_line_with_a_remedy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("gateway.server.configure_logging", lambda *args: None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["serve", "--port", port]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"cannot listen on 127.0.0.1:{port}" in line
+    assert "choose another --port" in line
 
 
 def test_serve_hands_over_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,23 +191,26 @@ def gateway() -> Iterator[Gateway]:
 
 WORKERS = {
     "workers": [
-        {"id": "h:1", "role": "regular", "engine": "sglang", "model_id": "m", "is_ready": True, "in_flight": 3},
-        {"id": "host-2:30000", "role": "prefill", "model_id": "\x1b[2J", "is_healthy": True, "dp_size": 2},
-        {"id": "h:3", "is_draining": True, "is_ready": True},
+        {"id": "h:1", "role": "regular", "engine": "sglang", "engine_version": "0.5.23", "model_id": "m",
+         "state": "ready", "detail": "ready", "in_flight": 3, "dp_size": 2},
+        {"id": "host-2:30000", "role": "prefill", "engine": "vllm", "model_id": "\x1b[2J", "state": "ready",
+         "detail": "prefill worker, which this release cannot pair"},
+        {"id": "h:3", "state": "unidentified", "detail": "cannot connect\nto h:3"},
         {"id": "h:4"},
     ]
-}
+}  # fmt: skip
 
 
 def test_workers_are_printed_as_a_table(gateway: Gateway, capsys: pytest.CaptureFixture[str]) -> None:
     gateway.answer = (200, json.dumps(WORKERS).encode())
     assert main(["workers", "--url", gateway.url + "/"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "ID            ROLE     ENGINE  MODEL  STATE      IN FLIGHT  DP SIZE",
-        "h:1           regular  sglang  m      ready      3          -",
-        "host-2:30000  prefill  -       ?[2J   not ready  -          2",
-        "h:3           -        -       -      draining   -          -",
-        "h:4           -        -       -      down       -          -",
+        "ID            ROLE     ENGINE         MODEL  STATE         IN FLIGHT  DP SIZE  DETAIL",
+        "h:1           regular  sglang 0.5.23  m      ready         3          2        -",
+        "host-2:30000  prefill  vllm           ?[2J   ready         -          -        prefill worker, which this "
+        "release cannot pair",
+        "h:3           -        -              -      unidentified  -          -        cannot connect?to h:3",
+        "h:4           -        -              -      -             -          -        -",
     ]
     assert gateway.asked == [("/workers", None)]
 

@@ -16,6 +16,7 @@ def _root_as_before() -> Iterator[None]:
     root = logging.getLogger()
     level, handlers = root.level, root.handlers[:]
     yield
+    logging.getLogger("uvicorn.error").setLevel(logging.NOTSET)
     root.setLevel(level)
     root.handlers[:] = handlers
 
@@ -47,3 +48,15 @@ def test_a_second_set_up_replaces_the_first(capsys: pytest.CaptureFixture[str]) 
     LOGGER.warning("once")
     assert capsys.readouterr().err.count("once") == 1
     assert [handler for handler in logging.getLogger().handlers if handler in others] == others
+
+
+@pytest.mark.parametrize(
+    ("level", "shown"), [("debug", ["started", "broken"]), ("info", ["broken"]), ("error", ["broken"])]
+)
+def test_the_servers_own_chatter_is_for_debugging(
+    level: str, shown: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure_logging("json", level)
+    logging.getLogger("uvicorn.error").info("started")
+    logging.getLogger("uvicorn.error").error("broken")
+    assert [json.loads(line)["message"] for line in capsys.readouterr().err.splitlines()] == shown

@@ -14,6 +14,7 @@ from gateway.settings import (
     SettingsError,
     build_parser,
     describe,
+    describe_changed,
     load_settings,
     options,
     read_config_workers,
@@ -287,6 +288,12 @@ def test_description_is_json(tmp_path: Path) -> None:
     assert described["api_key_file"] == str(keys)
     assert described["workers"][0]["url"] == "http://h:1"
     assert "secret-1" not in json.dumps(described)
+
+
+def test_changed_settings_are_described_in_short() -> None:
+    settings = load_settings(["--port", "0", "--worker", "http://h:1", "--admin-allow", "10.0.0.0/8"], {})
+    assert describe_changed(settings) == "port=0 admin_allow=['10.0.0.0/8']"
+    assert describe_changed(Settings()) == "all at their defaults"
 
 
 def test_key_files(tmp_path: Path) -> None:
