@@ -132,11 +132,13 @@ def _number(raw: bytes | msgspec.Raw) -> int | None:
 def _extension(legs: Sequence[Fields]) -> bytes:
     """SGLang's ``sglext``, ``b""`` if there is none; what is not told for each sample is the first leg's."""
     merged = {name: bytes(raw) for name, raw in legs[0].items()}
-    if speculation := [leg[_SPEC_DETAILS] for leg in legs if _SPEC_DETAILS in leg]:
-        merged[_SPEC_DETAILS] = _list([[one] for one in speculation])
+    speculation = [[leg[_SPEC_DETAILS]] for leg in legs if _SPEC_DETAILS in leg]
+    if not merged and not speculation:
+        return b""
+    merged[_SPEC_DETAILS] = _list(speculation)  # beside n > 1 a list, even of none (0.5.23)
     if "output_ids" in merged:
         merged["output_ids"] = _list([_one_of(leg.get("output_ids", NULL)) for leg in legs])
-    return render_ordered(merged, _EXTENSION) if merged else b""
+    return render_ordered(merged, _EXTENSION)
 
 
 def _one_of(raw: bytes | msgspec.Raw) -> list[msgspec.Raw]:

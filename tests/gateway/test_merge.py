@@ -163,7 +163,9 @@ def test_usage_counts_the_prompt_once(usages: list[Any], merged: Any) -> None:
     ("extensions", "merged"),
     [
         pytest.param(
-            [{"routed_experts": "A", "zz": 1}, {"routed_experts": "B"}], {"routed_experts": "A", "zz": 1}, id="first"
+            [{"routed_experts": "A", "zz": 1}, {"routed_experts": "B"}],
+            {"routed_experts": "A", "spec_tokens_details": [], "zz": 1},
+            id="first",
         ),
         pytest.param([None, {"routed_experts": "B"}], None, id="not of the first"),
         pytest.param(
@@ -177,7 +179,12 @@ def test_usage_counts_the_prompt_once(usages: list[Any], merged: Any) -> None:
                 {"cached_tokens_details": {"device": 4}, "input_ids": [1, 2], "output_ids": [[3]]},
                 {"input_ids": [1, 2], "output_ids": [[4, 5]]},
             ],
-            {"cached_tokens_details": {"device": 4}, "input_ids": [1, 2], "output_ids": [[3], [4, 5]]},
+            {
+                "cached_tokens_details": {"device": 4},
+                "spec_tokens_details": [],
+                "input_ids": [1, 2],
+                "output_ids": [[3], [4, 5]],
+            },
             id="ids of each",
         ),
     ],
