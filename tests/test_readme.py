@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import os
 import re
 import shlex
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,10 +17,12 @@ from tests.fakes.running import PATIENCE_S, running_gateway
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 COMMANDS = [block for block in re.findall(r"```sh\n(.*?)```", README, re.S) if block.startswith("curl")]
+PROGRAMS = re.findall(r"```python\n(.*?)```", README, re.S)
 
 
 def test_there_are_commands() -> None:
     assert len(COMMANDS) == 7
+    assert len(PROGRAMS) == 1
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
@@ -36,6 +40,28 @@ async def test_the_commands_give_exact_answers(command: str) -> None:
                 output, _ = await process.communicate()
             assert process.returncode == 0
             _check(command, output.decode())
+    finally:
+        await engine.stop()
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+async def test_the_program_gets_answers(program: str) -> None:
+    engine = SimulatedEngine(EngineOptions(model="demo"))
+    await engine.start()
+    try:
+        async with running_gateway(engine.url) as gateway:
+            assert "http://127.0.0.1:8000" in program
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", program.replace("http://127.0.0.1:8000", gateway.url),
+                stdout=asyncio.subprocess.PIPE, env={**os.environ, "NO_PROXY": "*"},
+            )  # fmt: skip
+            async with asyncio.timeout(3 * PATIENCE_S):
+                output, _ = await process.communicate()
+            assert process.returncode == 0
+            models, whole, streamed = output.decode().split("\n")
+            assert models == "['demo']"
+            assert whole == f"{streamed} 8" != " 8"
+            assert [record.outcome for record in gateway.records] == ["complete", "complete"]
     finally:
         await engine.stop()
 
