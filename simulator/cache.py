@@ -9,19 +9,30 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+
+class Namespace(NamedTuple):
+    """Prompts share blocks only if all of this is equal; empty strings stand for nothing given."""
+
+    extra_key: str = ""
+    cache_salt: str = ""
+    lora_name: str = ""
+
+
+BASE = Namespace()
 
 
 class CacheListener(Protocol):
     """What wants to know about blocks: the place where KV events hang on."""
 
-    def blocks_stored(self, namespace: str, blocks: Sequence[Block]) -> None:
-        """Take note that ``blocks``, a chain, were filled."""
+    def blocks_stored(self, lease: Lease, blocks: Sequence[Block]) -> None:
+        """Take note that ``blocks``, a chain, were filled by the request behind ``lease``."""
 
     def block_removed(self, block: Block) -> None:
-        """Take note that ``block`` was evicted."""
+        """Take note that ``block``, or one of several copies of it, was evicted."""
 
     def all_cleared(self) -> None:
         """Take note that the cache is empty."""
@@ -29,10 +40,17 @@ class CacheListener(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """One filled block; ``parent`` is ``None`` only for the root of a namespace, which holds no tokens."""
+    """One filled block; ``parent`` is ``None`` only for the root of a namespace, which holds no tokens.
+
+    A copy is a block of its own with the same tokens as its ``original``, without children. ``digest``
+    is a memo of whoever names blocks, empty until then.
+    """
 
     parent: Block | None
     token_bytes: bytes
+    original: Block | None = None
+    copies: list[Block] = field(default_factory=list)
+    digest: bytes = b""
     children: dict[bytes, Block] = field(default_factory=dict)
     pins: int = 0
     last_used: int = 0
@@ -48,21 +66,36 @@ class Block:
 class Lease:
     """One request's hold on the cache; given back exactly once with ``PrefixCache.release``."""
 
-    namespace: str
+    namespace: Namespace
     blocks: list[Block]
     reserved_blocks: int
     cached_tokens: int
+    session_id: str | None = None
+    known_blocks: int = 0
+    """Leading blocks that were stored when the lease began, also where they must be computed again."""
+    copies: list[Block] = field(default_factory=list)
     is_released: bool = False
 
 
 class PrefixCache:
-    """Blocks of ``page_size`` tokens, ``num_blocks`` at most, pinned and reserved ones included."""
+    """Blocks of ``page_size`` tokens, ``num_blocks`` at most, pinned and reserved ones included.
 
-    def __init__(self, num_blocks: int, page_size: int, listener: CacheListener | None = None) -> None:
+    Args:
+        num_blocks: Room.
+        page_size: Tokens of a block.
+        listener: Hears of every change.
+        keeps_copies: Like vLLM, store a block once more when a request computes it although it was
+            there; otherwise the one that is there is used.
+    """
+
+    def __init__(
+        self, num_blocks: int, page_size: int, listener: CacheListener | None = None, *, keeps_copies: bool = False
+    ) -> None:
         self.num_blocks = num_blocks
         self.page_size = page_size
         self._listener = listener
-        self._roots: dict[str, Block] = {}
+        self._keeps_copies = keeps_copies
+        self._roots: dict[Namespace, Block] = {}
         self._present = 0
         self._reserved = 0
         self._pinned = 0
@@ -80,11 +113,28 @@ class PrefixCache:
         """Blocks that running requests have pinned or reserved."""
         return self._pinned + self._reserved
 
-    def overlap_blocks(self, tokens: Sequence[int], namespace: str = "") -> int:
+    def stored(self) -> Iterator[tuple[Namespace, Block]]:
+        """Yield every block once, parents before their children, without copies."""
+        for namespace, root in self._roots.items():
+            rest = list(root.children.values())
+            while rest:
+                block = rest.pop()
+                yield namespace, block
+                rest += block.children.values()
+
+    def overlap_blocks(self, tokens: Sequence[int], namespace: Namespace = BASE) -> int:
         """Return how many leading full blocks of ``tokens`` are stored, without touching their recency."""
         return len(self._walk(self._pages(tokens), namespace, len(tokens)))
 
-    def lease(self, tokens: Sequence[int], namespace: str, *, match_tokens: int, total_tokens: int) -> Lease | None:
+    def lease(
+        self,
+        tokens: Sequence[int],
+        namespace: Namespace,
+        *,
+        match_tokens: int,
+        total_tokens: int,
+        session_id: str | None = None,
+    ) -> Lease | None:
         """Pin the stored prefix of ``tokens`` and reserve room for the rest.
 
         Args:
@@ -92,18 +142,23 @@ class PrefixCache:
             namespace: Prompts share blocks only inside one namespace.
             match_tokens: Leading tokens that may come from the cache.
             total_tokens: Tokens of prompt and answer together, at most.
+            session_id: The session that the listener is told about.
 
         Returns:
-            The lease, or ``None`` when pinned and reserved blocks leave too little room.
+            The lease, or ``None`` when pinned and reserved blocks leave too little room: nothing has
+            changed then, not even how recently blocks were used.
         """
-        blocks = self._walk(self._pages(tokens), namespace, match_tokens)
-        self._pin(blocks)
+        known = self._walk(self._pages(tokens), namespace, len(tokens))
+        blocks = known[: max(0, match_tokens) // self.page_size]
         needed = -(-total_tokens // self.page_size) - len(blocks)
-        if not self._make_room(needed):
-            self._unpin(blocks)
+        idle = sum(not block.pins for block in blocks)
+        if self._pinned + idle + self._reserved + needed > self.num_blocks:
             return None
+        self._pin(blocks)
+        while self._present + self._reserved + needed > self.num_blocks:
+            self._evict_one()
         self._reserved += needed
-        return Lease(namespace, blocks, needed, len(blocks) * self.page_size)
+        return Lease(namespace, blocks, needed, len(blocks) * self.page_size, session_id, len(known))
 
     def fill(self, lease: Lease, tokens: Sequence[int]) -> None:
         """Store the full blocks of ``tokens``, the lease's whole sequence so far."""
@@ -120,13 +175,18 @@ class PrefixCache:
                 block = parent.children[page] = Block(parent, page)
                 self._present += 1
                 stored.append(block)
+            elif self._keeps_copies and len(lease.blocks) < lease.known_blocks:
+                stored.append(self._copy(block, lease))
+            elif stored:
+                # The next new block does not follow the last one: each chain is told by itself.
+                self._tell_stored(lease, stored)
+                stored = []
             lease.reserved_blocks -= 1
             self._reserved -= 1
             self._pin([block])
             lease.blocks.append(block)
             parent = block
-        if stored and self._listener is not None:
-            self._listener.blocks_stored(lease.namespace, stored)
+        self._tell_stored(lease, stored)
 
     def release(self, lease: Lease, tokens: Sequence[int]) -> None:
         """Store what is full of ``tokens``, then give everything back; the second call does nothing."""
@@ -137,6 +197,7 @@ class PrefixCache:
         self._reserved -= lease.reserved_blocks
         lease.reserved_blocks = 0
         self._unpin(lease.blocks)
+        self._unpin(lease.copies)
 
     def clear(self) -> None:
         """Forget every block; leases taken before must not be used any more."""
@@ -151,13 +212,25 @@ class PrefixCache:
         width = self.page_size * 4
         return [raw[start : start + width] for start in range(0, len(raw) - width + 1, width)]
 
-    def _root(self, namespace: str) -> Block:
+    def _tell_stored(self, lease: Lease, blocks: list[Block]) -> None:
+        if blocks and self._listener is not None:
+            self._listener.blocks_stored(lease, blocks)
+
+    def _copy(self, block: Block, lease: Lease) -> Block:
+        copy = Block(block.parent, block.token_bytes, original=block)
+        block.copies.append(copy)
+        self._present += 1
+        self._pin([copy])
+        lease.copies.append(copy)
+        return copy
+
+    def _root(self, namespace: Namespace) -> Block:
         root = self._roots.get(namespace)
         if root is None:
             root = self._roots[namespace] = Block(None, b"")
         return root
 
-    def _walk(self, pages: list[bytes], namespace: str, match_tokens: int) -> list[Block]:
+    def _walk(self, pages: list[bytes], namespace: Namespace, match_tokens: int) -> list[Block]:
         block = self._roots.get(namespace)
         found: list[Block] = []
         if block is None:
@@ -192,13 +265,6 @@ class PrefixCache:
             self._pushes += 1
             heapq.heappush(self._heap, (block.last_used, self._pushes, block))
 
-    def _make_room(self, needed: int) -> bool:
-        if self._pinned + self._reserved + needed > self.num_blocks:
-            return False
-        while self._present + self._reserved + needed > self.num_blocks:
-            self._evict_one()
-        return True
-
     def _evict_one(self) -> None:
         while True:
             last_used, _, block = heapq.heappop(self._heap)
@@ -207,9 +273,19 @@ class PrefixCache:
                 break
         parent = block.parent
         assert parent is not None
-        del parent.children[block.token_bytes]
-        block.is_present = False
         self._present -= 1
+        if block.copies:
+            # A copy goes in its place: what is left of the two keeps the children's parent.
+            copy = block.copies.pop()
+            copy.is_present = False
+            block.last_used = copy.last_used
+            self._offer(block)
+        else:
+            block.is_present = False
+            if block.original is not None:
+                block.original.copies.remove(block)
+            else:
+                del parent.children[block.token_bytes]
+                self._offer(parent)
         if self._listener is not None:
             self._listener.block_removed(block)
-        self._offer(parent)

@@ -49,8 +49,12 @@ _VALUES: tuple[tuple[str, type, str], ...] = (
     ("lora_names", str, "vLLM: adapters that can be asked for as models, with commas"),
     ("sse_keepalive_interval_s", float, "vLLM: seconds of silence before a stream gets a comment; 0 = never"),
     ("death_grace_s", float, "vLLM: seconds from the engine's death to the end of its server"),
-    ("kv_events", str, "ZMQ endpoint for KV events (not yet)"),
-    ("replay", str, "ZMQ endpoint for replays (not yet)"),
+    ("kv_events", str, "publish KV events at tcp://HOST:PORT, rank r at the port + r; port 0 = any free ports"),
+    ("replay", str, "answer requests for past KV events at tcp://HOST:PORT, likewise"),
+    ("kv_topic", str, "topic of the KV events"),
+    ("kv_buffer_batches", int, "newest batches of KV events that a replay can bring back, per rank"),
+    ("kv_hwm", int, "batches that wait for a slow subscriber before more are dropped"),
+    ("kv_replay_framing", str, "new, or old for replies without the topic, as of older SGLang"),
     ("node_rank", int, "rank of this node (above 0: not yet)"),
     ("nnodes", int, "nodes (above 1: not yet)"),
     ("dist_init_addr", str, "address of the first node (not yet)"),
@@ -59,6 +63,7 @@ _VALUES: tuple[tuple[str, type, str], ...] = (
 _SWITCHES: tuple[tuple[str, str], ...] = (
     ("incremental_streaming_output", "stream deltas instead of everything so far"),
     ("is_embedding", "answer the embedding routes"),
+    ("kv_byte_hashes", "vLLM: name blocks by bytes instead of numbers in KV events"),
     ("dev_mode", "vLLM: answer the development routes"),
 )
 _SWITCHES_ON: tuple[tuple[str, str], ...] = (

@@ -15,8 +15,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
-from simulator.cache import PrefixCache
+from simulator.cache import CacheListener, PrefixCache
 from simulator.driver import RankDriver
+from simulator.kv_publisher import KvPublisher
 from simulator.log import AbortEntry, EngineLog
 from simulator.options import EngineOptions
 from simulator.scheduler import Limits, Scheduler
@@ -60,9 +61,18 @@ class DuplicateRequest(Exception):
 
 
 class Core:
-    """One boot of the engine; a restart makes a new one."""
+    """One boot of the engine; a restart makes a new one.
 
-    def __init__(self, options: EngineOptions, loop: asyncio.AbstractEventLoop, log: EngineLog) -> None:
+    ``publisher`` gets the caches' events; ``None`` means that nobody does. Whoever made it closes it.
+    """
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        loop: asyncio.AbstractEventLoop,
+        log: EngineLog,
+        publisher: KvPublisher | None = None,
+    ) -> None:
         self.options = options
         self.timers = Timers(loop)
         self.log = log
@@ -83,12 +93,19 @@ class Core:
             chunked_prefill_tokens=options.chunked_prefill_tokens,
             prefill_tokens_per_s=options.prefill_tokens_per_s,
             decode_step_s=options.inter_token_ms / 1000,
+            stores_while_decoding=options.engine == "vllm",
         )
-        self.schedulers = [
-            Scheduler(rank, PrefixCache(options.num_blocks, options.page_size), limits)
-            for rank in range(options.dp_size)
-        ]
+        self.publisher = publisher
+        self.schedulers = [self._make_scheduler(rank, limits) for rank in range(options.dp_size)]
         self._drivers = [RankDriver(loop, s, options.speedup, self._deliver) for s in self.schedulers]
+
+    def _make_scheduler(self, rank: int, limits: Limits) -> Scheduler:
+        options = self.options
+        publisher = None if self.publisher is None else self.publisher.ranks[rank]
+        journal: CacheListener | None = None if publisher is None else publisher.journal
+        keeps_copies = options.engine == "vllm"
+        cache = PrefixCache(options.num_blocks, options.page_size, journal, keeps_copies=keeps_copies)
+        return Scheduler(rank, cache, limits) if publisher is None else Scheduler(rank, cache, limits, publisher.flush)
 
     # -- counts ----------------------------------------------------------------------------------
 
@@ -229,6 +246,7 @@ class Core:
             scheduler.is_paused = True
             if mode == "retract":
                 scheduler.retract_all(self.timers.now())
+                scheduler.on_computed()
         self.log.changed()
         on_done()
 
@@ -262,6 +280,8 @@ class Core:
         """Empty the caches; only while nothing runs."""
         for scheduler in self.schedulers:
             scheduler.cache.clear()
+        if self.publisher is not None:
+            self.publisher.cleared()
 
     def stop(self) -> None:
         """Stop all ranks and timers; nothing is delivered any more."""

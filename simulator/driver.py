@@ -74,6 +74,7 @@ class RankDriver:
         self._ended.clear()
 
     def _deliver_ended(self) -> None:
+        self.scheduler.on_computed()
         ended, self._ended = self._ended, []
         for sequence in ended:
             self._deliver(sequence)

@@ -7,6 +7,19 @@ was read, nothing has been answered), ``first_event`` (the response head is out;
 ``event:0``), ``event:N`` (after N events; a unary body counts as cut in the middle), ``end`` (before
 the last bytes). ``abort`` is the abort route.
 
+Points of the KV events, matched by ``dp_rank`` only: ``kv`` (a batch is about to be published) and
+``replay`` (past batches were asked for: ``ignore`` leaves that unanswered). Replays bring back what
+a fault has kept or spoilt at ``kv``, except after these:
+
+- ``drop``: the batch is not sent. ``lose``: nor can a replay bring it back.
+- ``duplicate``: it is sent twice. ``reorder``: it is sent after the next one.
+- ``delay:MS``: it and those behind it are sent later.
+- ``garbage``: no msgpack. ``unknown_tag``: a further event, of an unknown type, in front.
+- ``wrong_rank``, ``wrong_block_size``: one rank up, twice the size.
+- ``silence``: from here on nothing is sent and no replay answered, until ``POST /_reset`` or a restart.
+- ``renumber``: this batch is number 0 and past ones are forgotten, the cache is not.
+- ``restart``: the engine restarts and the batch is lost.
+
 Without ``match.path``, the points after ``connect`` strike generation requests only, so that a
 gateway's probes do not use them up.
 """
@@ -17,7 +30,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_KINDS = ("hang", "reset", "close", "status", "garbage", "delay", "ignore", "abort_finish", "huge", "restart")
+_KV_KINDS = (
+    *("drop", "lose", "duplicate", "reorder", "delay", "garbage", "unknown_tag", "wrong_rank", "wrong_block_size"),
+    *("silence", "renumber", "restart"),
+)
 _WITH_NUMBER = ("status", "delay", "huge")
 _ALLOWED: dict[str, tuple[str, ...]] = {
     "connect": ("hang", "reset", "close", "garbage", "delay", "restart"),
@@ -25,8 +41,12 @@ _ALLOWED: dict[str, tuple[str, ...]] = {
     "event": ("hang", "reset", "close", "status", "garbage", "delay", "abort_finish", "huge", "restart"),
     "end": ("hang", "reset", "close", "status", "garbage", "delay", "huge", "restart"),
     "abort": ("hang", "reset", "close", "status", "garbage", "delay", "ignore", "restart"),
+    "kv": _KV_KINDS,
+    "replay": ("ignore",),
 }
-_MATCH_KEYS = ("path", "rid", "model", "stream", "method")
+_KINDS = tuple(dict.fromkeys(kind for kinds in _ALLOWED.values() for kind in kinds))
+_KV_POINTS = ("kv", "replay")
+_MATCH_TYPES: dict[str, type] = {"path": str, "rid": str, "model": str, "stream": bool, "method": str, "dp_rank": int}
 
 
 class FaultError(ValueError):
@@ -98,6 +118,10 @@ def parse_fault(raw: object) -> Fault:
     if times is not None and (not isinstance(times, int) or isinstance(times, bool) or times < 1):
         raise FaultError("'times' is a number from 1, or null for ever")
     match = _parse_match(raw.get("match"))
+    if point in _KV_POINTS and set(match) - {"dp_rank"}:
+        raise FaultError(f"{point!r} is matched by 'dp_rank' only")
+    if point not in _KV_POINTS and "dp_rank" in match:
+        raise FaultError("'match.dp_rank' is for KV events only")
     if point == "connect" and match:
         raise FaultError("'connect' happens before there is a request to match")
     body = raw.get("body")
@@ -107,15 +131,13 @@ def parse_fault(raw: object) -> Fault:
 
 
 def _parse_point(at: object) -> tuple[str, int]:
-    if at == "kv":
-        raise FaultError("'kv' faults: not yet, this release publishes no KV events")
     if at == "first_event":
         return "event", 0
     if isinstance(at, str) and at.startswith("event:") and at[6:].isdecimal():
         return "event", int(at[6:])
     if isinstance(at, str) and at in _ALLOWED and at != "event":
         return at, 0
-    raise FaultError(f"unknown 'at': {at!r}; known: connect, headers, first_event, event:N, end, abort, kv")
+    raise FaultError(f"unknown 'at': {at!r}; known: connect, headers, first_event, event:N, end, abort, kv, replay")
 
 
 def _parse_kind(do: object) -> tuple[str, int]:
@@ -139,9 +161,9 @@ def _parse_match(match: object) -> dict[str, Any]:
     if not isinstance(match, Mapping):
         raise FaultError("'match' is an object")
     for key, value in match.items():
-        if key not in _MATCH_KEYS:
-            raise FaultError(f"unknown 'match' key {key!r}; known: {', '.join(_MATCH_KEYS)}")
-        if not isinstance(value, bool if key == "stream" else str):
+        if key not in _MATCH_TYPES:
+            raise FaultError(f"unknown 'match' key {key!r}; known: {', '.join(_MATCH_TYPES)}")
+        if type(value) is not _MATCH_TYPES[key]:
             raise FaultError(f"'match.{key}' has the wrong type")
     return dict(match)
 
@@ -174,12 +196,23 @@ class FaultTable:
                 continue
             if facts is not None and not fault.fits(facts):
                 continue
-            if fault.remaining is not None:
-                fault.remaining -= 1
-                if not fault.remaining:
-                    self._faults.remove(fault)
+            self._use(fault)
             return fault
         return None
+
+    def take_for_rank(self, point: str, rank: int) -> Fault | None:
+        """Return the first fault for this point of ``rank``'s KV events, counting it as used."""
+        for fault in self._faults:
+            if fault.point == point and fault.match.get("dp_rank", rank) == rank:
+                self._use(fault)
+                return fault
+        return None
+
+    def _use(self, fault: Fault) -> None:
+        if fault.remaining is not None:
+            fault.remaining -= 1
+            if not fault.remaining:
+                self._faults.remove(fault)
 
     def expects(self, facts: RequestFacts) -> bool:
         """Return whether any fault after the head may strike this request: the slow path is needed."""

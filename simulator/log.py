@@ -101,13 +101,30 @@ class DisconnectEntry:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
+@dataclass(frozen=True, slots=True)
+class KvBatchEntry:
+    """One batch of KV events; ``is_sent`` is false if a fault, named by ``fault``, kept it from subscribers."""
+
+    at_s: float
+    dp_rank: int
+    sequence: int
+    events: int
+    is_sent: bool
+    fault: str | None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the entry as ``GET /_log`` shows it."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
 class EngineLog:
-    """The three lists, each bounded to ``limit`` entries; ``on_change`` is called after every change."""
+    """The four lists, each bounded to ``limit`` entries; ``on_change`` is called after every change."""
 
     def __init__(self, limit: int, on_change: Callable[[], None]) -> None:
         self.requests: deque[RequestEntry] = deque(maxlen=limit)
         self.aborts: deque[AbortEntry] = deque(maxlen=limit)
         self.disconnects: deque[DisconnectEntry] = deque(maxlen=limit)
+        self.kv_batches: deque[KvBatchEntry] = deque(maxlen=limit)
         self.changed = on_change
         self._numbers = 0
 
@@ -131,11 +148,17 @@ class EngineLog:
         self.disconnects.append(entry)
         self.changed()
 
+    def add_kv_batch(self, entry: KvBatchEntry) -> None:
+        """Append a batch of KV events."""
+        self.kv_batches.append(entry)
+        self.changed()
+
     def clear(self) -> None:
         """Forget all entries; numbers go on."""
         self.requests.clear()
         self.aborts.clear()
         self.disconnects.clear()
+        self.kv_batches.clear()
         self.changed()
 
     def requests_to(self, path: str) -> list[RequestEntry]:
@@ -152,4 +175,5 @@ class EngineLog:
             "requests": [entry.as_json() for entry in self.requests],
             "aborts": [entry.as_json() for entry in self.aborts],
             "disconnects": [entry.as_json() for entry in self.disconnects],
+            "kv_batches": [entry.as_json() for entry in self.kv_batches],
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 _VERSIONS = {"sglang": "0.5.23", "vllm": "0.32.0"}
@@ -87,7 +88,18 @@ class EngineOptions:
     log_body_bytes: int = 65_536
     """Request bodies up to this size stay readable in the log; longer ones leave their digest only."""
     kv_events: str | None = None
+    """Where KV events are published, ``tcp://HOST:PORT``; rank r binds the port plus r, port 0 means any free ones."""
     replay: str | None = None
+    """Where past batches can be asked for, likewise."""
+    kv_topic: str = "kv-events"
+    kv_buffer_batches: int = 10_000
+    """Newest batches of a rank that a replay can bring back."""
+    kv_hwm: int = 100_000
+    """Batches that wait for a slow subscriber before more are dropped."""
+    kv_replay_framing: str = "new"
+    """``new``, or ``old`` for replies without the topic as older SGLang sends them."""
+    kv_byte_hashes: bool = False
+    """vLLM: name blocks by 32 bytes instead of a number (``VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0``)."""
     node_rank: int = 0
     nnodes: int = 1
     dist_init_addr: str | None = None
@@ -100,6 +112,7 @@ class EngineOptions:
             OptionError: With a message that names the option.
         """
         _refuse_unfinished(self)
+        _check_publishing(self)
         for name in ("dp_size", "page_size", "num_blocks", "max_running", "chunked_prefill_tokens", "context_length"):
             if getattr(self, name) < 1:
                 raise OptionError(f"{_flag(name)} must be at least 1")
@@ -136,6 +149,36 @@ class EngineOptions:
         return min(self.context_length, self.pool_tokens) - 6
 
 
+def parse_endpoint(endpoint: str) -> tuple[str, int]:
+    """Return host and port of ``tcp://HOST:PORT``.
+
+    Raises:
+        OptionError: It is no such endpoint.
+    """
+    match = re.fullmatch(r"tcp://(\*|\[[0-9a-fA-F:.]+\]|[^\s\[\]:*/]+):(\d{1,5})", endpoint)
+    if match is None or int(match[2]) > 65535:
+        raise OptionError(f"{endpoint!r} is not of the form tcp://HOST:PORT")
+    return match[1], int(match[2])
+
+
+def _check_publishing(options: EngineOptions) -> None:
+    if options.replay is not None and options.kv_events is None:
+        raise OptionError("--replay needs --kv-events")
+    for name, endpoint in (("kv_events", options.kv_events), ("replay", options.replay)):
+        if endpoint is None:
+            continue
+        try:
+            _, port = parse_endpoint(endpoint)
+        except OptionError as exc:
+            raise OptionError(f"{_flag(name)} {exc}") from exc
+        if port + options.dp_size - 1 > 65535:
+            raise OptionError(f"{_flag(name)} {endpoint}: no port is left for the last rank")
+    if options.kv_buffer_batches < 1 or options.kv_hwm < 1:
+        raise OptionError("--kv-buffer-batches and --kv-hwm must be at least 1")
+    if options.kv_replay_framing not in ("new", "old"):
+        raise OptionError("--kv-replay-framing is new or old")
+
+
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
@@ -145,8 +188,6 @@ def _refuse_unfinished(options: EngineOptions) -> None:
         raise OptionError(f"--engine {options.engine}: unknown, known are {', '.join(_VERSIONS)}")
     if options.role != "regular":
         raise OptionError(f"--role {options.role}: not yet, this release simulates regular engines only")
-    if options.kv_events is not None or options.replay is not None:
-        raise OptionError("--kv-events and --replay: not yet, this release publishes no KV events")
     if options.node_rank != 0 or options.nnodes != 1 or options.dist_init_addr is not None:
         raise OptionError(
             "--node-rank, --nnodes and --dist-init-addr: not yet, this release simulates single nodes only"

@@ -31,6 +31,8 @@ class Limits:
     chunked_prefill_tokens: int
     prefill_tokens_per_s: float
     decode_step_s: float
+    stores_while_decoding: bool = False
+    """Store blocks of the answer as they fill up, like vLLM; otherwise at its end, like SGLang."""
 
 
 @dataclass(slots=True)
@@ -48,14 +50,21 @@ class Totals:
 
 
 class Scheduler:
-    """The sequences of one rank."""
+    """The sequences of one rank.
 
-    def __init__(self, rank: int, cache: PrefixCache, limits: Limits) -> None:
+    ``on_computed`` is called in every step when its blocks are stored, before the next sequences are let in
+    and before anybody hears of the step's tokens.
+    """
+
+    def __init__(
+        self, rank: int, cache: PrefixCache, limits: Limits, on_computed: Callable[[], None] = lambda: None
+    ) -> None:
         self.rank = rank
         self.cache = cache
         self.totals = Totals()
         self.is_paused = False
         self._limits = limits
+        self.on_computed = on_computed
         self._waiting: deque[Sequence] = deque()
         self._prefilling: list[Sequence] = []
         self._decoding: list[Sequence] = []
@@ -141,6 +150,8 @@ class Scheduler:
             for sequence in decodes:
                 if sequence.state is SequenceState.RUNNING and sequence.lease is not None:
                     sequence.computed_tokens += 1
+                    if self._limits.stores_while_decoding and not sequence.computed_tokens % self.cache.page_size:
+                        self.cache.fill(sequence.lease, self._computed(sequence))
                     self._next_token(sequence, now)
                     news.append(sequence)
         ended = False
@@ -148,6 +159,7 @@ class Scheduler:
             if sequence.finish is not None:
                 ended = True
                 self._close(sequence, sequence.finish, now)
+        self.on_computed()
         if ended:
             self._decoding = [s for s in self._decoding if s.finish is None]
             self._admit(now)
@@ -211,6 +223,7 @@ class Scheduler:
                 sequence.namespace,
                 match_tokens=match,
                 total_tokens=len(sequence.prompt) + max(1, sequence.max_new_tokens),
+                session_id=sequence.session_id,
             )
             if lease is None:
                 return
@@ -231,12 +244,12 @@ class Scheduler:
             if sequence.state is not SequenceState.RUNNING or sequence.lease is None:
                 continue
             sequence.computed_tokens += chunk
+            self.cache.fill(sequence.lease, self._computed(sequence))
             is_done = sequence.computed_tokens >= len(sequence.prompt) + len(sequence.output)
             if not is_done and not sequence.is_aborting:
                 continue
             changed = True
             if is_done:
-                self.cache.fill(sequence.lease, self._computed(sequence))
                 self._decoding.append(sequence)
                 if not sequence.times.prefilled:
                     sequence.times.prefilled = now

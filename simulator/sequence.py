@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
-from simulator.cache import Lease
+from simulator.cache import BASE, Lease, Namespace
 from simulator.text import TextDecoder, TokenSource, decode
 
 
@@ -93,7 +93,9 @@ class Sequence:
     max_new_tokens: int
     source: TokenSource
     owner: Any
-    namespace: str = ""
+    namespace: Namespace = BASE
+    session_id: str | None = None
+    """Named in KV events only."""
     stop: StopRule = NO_STOP
     match_limit: int | None = None
     is_streamed: bool = False

@@ -27,6 +27,7 @@ from simulator.exchange import Exchange, Request
 from simulator.faulting import GARBAGE, FaultRunner
 from simulator.faults import FaultTable, parse_fault
 from simulator.http_server import Connection
+from simulator.kv_publisher import KvPublisher
 from simulator.log import DisconnectEntry, EngineLog, RequestEntry
 from simulator.options import EngineOptions
 from simulator.sglang.routes import SGLangApi
@@ -53,6 +54,7 @@ class SimulatedEngine:
         self._connections_made = 0
         self._waiters: list[tuple[Callable[[SimulatedEngine], Any], asyncio.Future[Any]]] = []
         self._server: asyncio.Server | None = None
+        self._publisher: KvPublisher | None = None
         self._loop: asyncio.AbstractEventLoop
         self._core: Core
         self._runner: FaultRunner
@@ -72,7 +74,12 @@ class SimulatedEngine:
         )
         # Nothing has been accepted before this coroutine gives up control.
         self.options = replace(self.options, port=self._server.sockets[0].getsockname()[1])
-        self._boot()
+        try:
+            self._boot()
+        except OSError:
+            self._server.close()
+            self._server = None
+            raise
 
     async def stop(self) -> None:
         """Close everything; open exchanges end with their connections. May be called twice."""
@@ -80,7 +87,7 @@ class SimulatedEngine:
             return
         server, self._server = self._server, None
         server.close()
-        self._core.stop()
+        self._halt()
         for connection in list(self._connections):
             connection.cut(reset=True)
         for _, future in self._waiters:
@@ -99,7 +106,7 @@ class SimulatedEngine:
         Args:
             spare: An exchange that survives, for the route that asks for the restart.
         """
-        self._core.stop()
+        self._halt()
         for connection in list(self._connections):
             exchange = connection.exchange
             if exchange is None or exchange is not spare:
@@ -118,6 +125,8 @@ class SimulatedEngine:
         streams end with an error event, unary calls with 500, and its health is 503.
         """
         grace_s = self._api.begin_death()
+        if self._publisher is not None:
+            self._publisher.close()
         if grace_s:
             self._core.timers.after(grace_s, self._exit)
             self.log.changed()
@@ -126,7 +135,7 @@ class SimulatedEngine:
 
     def _exit(self) -> None:
         self.is_dead = True
-        self._core.stop()
+        self._halt()
         for connection in list(self._connections):
             if connection.exchange is not None:
                 connection.exchange.cut("died", reset=False)
@@ -138,22 +147,36 @@ class SimulatedEngine:
         """Forget faults, log and, unless something runs, cached blocks; a dead engine comes back to life."""
         self._faults.clear()
         self.log.clear()
+        if self._publisher is not None:
+            self._publisher.reset()
         if self.is_dead:
             self.is_dead = False
             self._boot()
         elif not self._core.is_busy:
             self._core.clear_caches()
 
+    def _halt(self) -> None:
+        self._core.stop()
+        if self._publisher is not None:
+            self._publisher.close()
+            self._publisher = None
+
     def _boot(self) -> None:
+        if self.options.kv_events is not None:
+            self._publisher = KvPublisher(self.options, self._loop, self._faults, self.log, self.restart)
+            # A restart finds the same ports again.
+            self.options = self._publisher.options
         if self.options.engine == "vllm":
-            core = VllmCore(self.options, self._loop, self.log)
+            core = VllmCore(self.options, self._loop, self.log, self._publisher)
             self._core = core
             self._runner = FaultRunner(self._faults, core.timers, self.restart)
             self._api = VllmApi(core, self._runner)
         else:
-            self._core = Core(self.options, self._loop, self.log)
+            self._core = Core(self.options, self._loop, self.log, self._publisher)
             self._runner = FaultRunner(self._faults, self._core.timers, self.restart)
             self._api = SGLangApi(self._core, self._runner)
+        if self._publisher is not None:
+            self._publisher.announce_start()
 
     # -- what tests look at ----------------------------------------------------------------------
 

@@ -52,6 +52,7 @@ def make_sequences(core: Core, prompts: Seq[PromptSpec], owner: Any, *, is_strea
                     source=TokenSource(core.options.seed, spec.prompt, sampling.seed, sample),
                     owner=owner,
                     namespace=spec.namespace,
+                    session_id=spec.session_id,
                     stop=sampling.stop,
                     match_limit=returns.logprob_start if returns.logprob_start >= 0 else None,
                     is_streamed=is_streamed,
@@ -70,7 +71,7 @@ def start_after_warm_up(core: Core, exchange: Exchange, request: GenerateRequest
         return
     warm_up = WarmUp(core, exchange, go)
     sequences = [
-        Sequence(fresh_rid(), spec.prompt, 0, TokenSource(0, (), None, 0), warm_up, spec.namespace)
+        Sequence(fresh_rid(), spec.prompt, 0, TokenSource(0, (), None, 0), warm_up, spec.namespace, spec.session_id)
         for spec in request.prompts
     ]
     warm_up.start(sequences, request.dp_rank)

@@ -14,6 +14,7 @@ from typing import Any
 import orjson
 
 from simulator.api import FatalRequest
+from simulator.cache import BASE, Namespace
 from simulator.options import EngineOptions
 from simulator.sglang.errors import BodyError, InvalidRequest, field_error
 from simulator.sglang.sampling import DEFAULT_SAMPLING, Sampling, parse_sampling, wrong_type
@@ -47,7 +48,8 @@ class PromptSpec:
     sampling: Sampling
     max_new_tokens: int
     returns: Returns
-    namespace: str = ""
+    namespace: Namespace = BASE
+    session_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +154,8 @@ def parse_generate(raw: Mapping[str, Any], options: EngineOptions) -> GenerateRe
         returns = _returns(raw, index, options)
         limit = check_lengths(prompt, per_prompt[index].max_new_tokens, options)
         _check_positions(prompt, returns)
-        namespace = _namespace(raw, index)
-        specs.append(PromptSpec(prompt, rids[index], per_prompt[index], limit, returns, namespace))
+        names = namespace_of(raw, index)
+        specs.append(PromptSpec(prompt, rids[index], per_prompt[index], limit, returns, names, session_of(raw)))
     stream = wants_stream(raw)
     if not stream:
         for item in per_prompt:
@@ -308,9 +310,18 @@ def _check_positions(prompt: Seq[int], returns: Returns) -> None:
         )
 
 
-def _namespace(raw: Mapping[str, Any], index: int) -> str:
+def namespace_of(raw: Mapping[str, Any], index: int) -> Namespace:
+    """Return what prompt number ``index`` shares its cached blocks by, next to its tokens."""
     parts = []
-    for name in ("extra_key", "cache_salt", "lora_path"):
+    for name in ("extra_key", "cache_salt"):
         value = raw.get(name)
-        parts.append(str(value[index] if isinstance(value, list) else value) if value else "")
-    return "\x00".join(parts) if any(parts) else ""
+        if isinstance(value, list):
+            value = value[index] if index < len(value) else None
+        parts.append(str(value or ""))
+    return Namespace(*parts)
+
+
+def session_of(raw: Mapping[str, Any]) -> str | None:
+    """Return the session that KV events name."""
+    session = raw.get("session_id")
+    return session if isinstance(session, str) else None

@@ -12,6 +12,7 @@ import orjson
 
 from simulator.core import Core
 from simulator.exchange import Exchange
+from simulator.options import EngineOptions, parse_endpoint
 from simulator.scheduler import Scheduler
 
 
@@ -30,7 +31,7 @@ def server_info(core: Core) -> dict[str, Any]:
         "max_req_input_len": core.options.max_input_tokens,
         "startup_time": {"load_weight": 0.0, "scheduler_e2e": 0.0},
         "hicache_object_layout": {"enabled": False, "backend": None, "page_size": core.options.page_size},
-        "kv_events": None,
+        "kv_events": _publisher(core.options),
         "internal_states": states,
         "version": core.options.version,
         "frontend": "python",
@@ -83,7 +84,7 @@ def _server_arguments(core: Core) -> dict[str, Any]:
         "stream_interval": 1,
         "incremental_streaming_output": options.incremental_streaming_output,
         "enable_metrics": True,
-        "kv_events_config": None,
+        "kv_events_config": _publisher_config(options),
         "load_publish_endpoint": None,
         "enable_lora": None,
         "disaggregation_mode": "null",
@@ -93,6 +94,32 @@ def _server_arguments(core: Core) -> dict[str, Any]:
         "enable_return_hidden_states": False,
         "enable_pd_role_switch": False,
     }
+
+
+def _publisher(options: EngineOptions) -> dict[str, Any] | None:
+    if options.kv_events is None:
+        return None
+    host, port = parse_endpoint(options.kv_events)
+    block: dict[str, Any] = {
+        "publisher": "zmq",
+        "endpoint_host": host.strip("[]"),
+        "endpoint_port_base": port,
+        "topic": options.kv_topic,
+        "block_size": options.page_size,
+        "dp_size": options.dp_size,
+    }
+    if options.replay is not None:
+        block["replay_endpoint_port_base"] = parse_endpoint(options.replay)[1]
+    return block
+
+
+def _publisher_config(options: EngineOptions) -> str | None:
+    if options.kv_events is None:
+        return None
+    config = {"publisher": "zmq", "topic": options.kv_topic, "endpoint": options.kv_events}
+    if options.replay is not None:
+        config["replay_endpoint"] = options.replay
+    return orjson.dumps(config).decode()
 
 
 def model_info(core: Core) -> dict[str, Any]:

@@ -13,7 +13,16 @@ from typing import Any
 from simulator.chat import GENERATION_PROMPT, render
 from simulator.options import EngineOptions
 from simulator.sglang.errors import BodyError, InvalidRequest, SchemaError, field_error
-from simulator.sglang.generate_request import GenerateRequest, PromptSpec, Returns, check_lengths, dp_rank, fresh_rid
+from simulator.sglang.generate_request import (
+    GenerateRequest,
+    PromptSpec,
+    Returns,
+    check_lengths,
+    dp_rank,
+    fresh_rid,
+    namespace_of,
+    session_of,
+)
 from simulator.sglang.sampling import Sampling, parse_sampling
 from simulator.text import encode
 
@@ -204,14 +213,14 @@ def _request(
             raise InvalidRequest("X-Data-Parallel-Rank must be an integer.")
         rank = dp_rank({"routed_dp_rank": int(rank_header)}, options)
     rid = raw.get("rid")
-    namespace = "\x00".join((str(raw.get("extra_key") or ""), str(raw.get("cache_salt") or ""), ""))
     specs = []
     for index, prompt in enumerate(prompts):
         limit = check_lengths(prompt, sampling.max_new_tokens, options)
         rids = tuple(fresh_rid() for _ in range(sampling.n))
         if sampling.n == 1 and isinstance(rid, str):
             rids = (rid if len(prompts) == 1 else f"{rid}_{index}",)
-        specs.append(PromptSpec(prompt, rids, sampling, limit, returns, namespace.strip("\x00")))
+        names = namespace_of(raw, index)
+        specs.append(PromptSpec(prompt, rids, sampling, limit, returns, names, session_of(raw)))
     return GenerateRequest(tuple(specs), len(specs) > 1 or sampling.n > 1, bool(raw.get("stream")), rank)
 
 

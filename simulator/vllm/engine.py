@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from simulator.core import Core, Generation
+from simulator.kv_publisher import KvPublisher
 from simulator.log import AbortEntry, EngineLog
 from simulator.options import EngineOptions
 from simulator.sequence import ABORTED, Finish, FinishKind, Sequence, SequenceState
@@ -28,8 +29,14 @@ class VllmCore(Core):
     id that aborts go by, shared by all samples of a prompt and by requests with the same id.
     """
 
-    def __init__(self, options: EngineOptions, loop: asyncio.AbstractEventLoop, log: EngineLog) -> None:
-        super().__init__(options, loop, log)
+    def __init__(
+        self,
+        options: EngineOptions,
+        loop: asyncio.AbstractEventLoop,
+        log: EngineLog,
+        publisher: KvPublisher | None = None,
+    ) -> None:
+        super().__init__(options, loop, log, publisher)
         self.started_s = time.time()
         self.is_sleeping = False
         self.is_dying = False

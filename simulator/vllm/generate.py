@@ -71,6 +71,7 @@ def make_sequences(core: VllmCore, parsed: VllmRequest, owner: Any, *, is_stream
                 source=TokenSource(core.options.seed, prompt, sampling.seed, sample),
                 owner=owner,
                 namespace=parsed.namespace,
+                session_id=parsed.session_id,
                 stop=sampling.stop,
                 match_limit=None if sampling.prompt_logprobs is None else 0,
                 is_streamed=is_streamed,

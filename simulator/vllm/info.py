@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 
 from simulator.exchange import Exchange
+from simulator.options import parse_endpoint
 from simulator.sequence import FinishKind
 from simulator.vllm.engine import VllmCore, fresh_id
 from simulator.vllm.request import adapters, served_models
@@ -79,8 +80,30 @@ def handle_health(core: VllmCore, exchange: Exchange) -> None:
 
 
 def handle_event_sources(core: VllmCore, exchange: Exchange) -> None:
-    """Answer ``/kv_event_sources``: nothing is published."""
-    exchange.respond(404, b'{"detail":"Not Found"}')
+    """Answer ``/kv_event_sources``: every rank's own endpoints."""
+    options = core.options
+    if options.kv_events is None:
+        exchange.respond(404, b'{"detail":"Not Found"}')
+        return
+    sources = {
+        str(rank): {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": _at_rank(options.kv_events, rank),
+            "replay_endpoint": None if options.replay is None else _at_rank(options.replay, rank),
+            "buffer_steps": options.kv_buffer_batches,
+            "hwm": options.kv_hwm,
+            "max_queue_size": 100_000,
+            "topic": options.kv_topic,
+        }
+        for rank in range(options.dp_size)
+    }
+    exchange.respond(200, orjson.dumps(sources))
+
+
+def _at_rank(endpoint: str, rank: int) -> str:
+    host, port = parse_endpoint(endpoint)
+    return f"tcp://{host}:{port + rank}"
 
 
 def handle_server_info(core: VllmCore, exchange: Exchange) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Any
 
+from simulator.cache import Namespace
 from simulator.chat import GENERATION_PROMPT, render
 from simulator.options import EngineOptions
 from simulator.text import encode
@@ -27,11 +28,12 @@ class VllmRequest:
     prompts: tuple[Seq[int], ...]
     limits: tuple[int, ...]
     sampling: Sampling
-    namespace: str
+    namespace: Namespace
     stream: bool
     include_usage: bool = False
     continuous_usage: bool = False
     return_token_ids: bool = False
+    session_id: str | None = None
     echo: bool = False
     prompt_texts: tuple[str, ...] = ()
     as_token_ids: bool = False
@@ -221,11 +223,12 @@ def _request(
         prompts=prompts,
         limits=limits,
         sampling=sampling,
-        namespace="\x00".join((adapter, fields.get("cache_salt", ""))).strip("\x00"),
+        namespace=Namespace(cache_salt=fields.get("cache_salt") or "", lora_name=adapter),
         stream=bool(fields.get("stream")),
         include_usage=include_usage,
         continuous_usage=include_usage and bool(stream_options.get("continuous_usage_stats")),
         return_token_ids=bool(fields.get("return_token_ids")),
+        session_id=fields.get("session_id"),
     )
 
 

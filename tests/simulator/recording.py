@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from simulator.cache import Block
+from simulator.cache import Block, Lease
 
 
 class Recorder:
@@ -13,7 +13,7 @@ class Recorder:
     def __init__(self) -> None:
         self.heard: list[str] = []
 
-    def blocks_stored(self, namespace: str, blocks: Sequence[Block]) -> None:
+    def blocks_stored(self, lease: Lease, blocks: Sequence[Block]) -> None:
         """Write down how many."""
         self.heard.append(f"stored {len(blocks)}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulator.cache import Lease, PrefixCache
+from simulator.cache import BASE, Lease, Namespace, PrefixCache
 from tests.simulator.recording import Recorder
 
 PAGE = 2
@@ -74,7 +74,7 @@ def test_against_a_naive_model(actions: list[tuple[str, list[int], int]]) -> Non
     open_leases: list[tuple[Lease, list[tuple[int, ...]], int, list[int]]] = []
     for action, prompt, extra in actions:
         if action == "start":
-            lease = cache.lease(prompt, "", match_tokens=len(prompt), total_tokens=len(prompt) + extra)
+            lease = cache.lease(prompt, BASE, match_tokens=len(prompt), total_tokens=len(prompt) + extra)
             expected = naive.lease(prompt, len(prompt) + extra)
             assert (lease is None) == (expected is None)
             if lease is not None and expected is not None:
@@ -94,25 +94,25 @@ def test_against_a_naive_model(actions: list[tuple[str, list[int], int]]) -> Non
 
 def test_pinned_blocks_stay_and_too_much_is_refused() -> None:
     cache = PrefixCache(4, PAGE)
-    lease = cache.lease([1, 2, 3, 4], "", match_tokens=4, total_tokens=6)
+    lease = cache.lease([1, 2, 3, 4], BASE, match_tokens=4, total_tokens=6)
     assert lease is not None
-    assert cache.lease([9] * 4, "", match_tokens=0, total_tokens=4) is None
+    assert cache.lease([9] * 4, BASE, match_tokens=0, total_tokens=4) is None
     cache.release(lease, [1, 2, 3, 4])
-    assert cache.lease([9] * 4, "", match_tokens=0, total_tokens=8) is not None
+    assert cache.lease([9] * 4, BASE, match_tokens=0, total_tokens=8) is not None
     assert cache.overlap_blocks([1, 2]) == 0
 
 
 def test_namespaces_share_nothing() -> None:
     cache = PrefixCache(8, PAGE)
-    lease = cache.lease([1, 2], "a", match_tokens=2, total_tokens=2)
+    lease = cache.lease([1, 2], Namespace("a"), match_tokens=2, total_tokens=2)
     assert lease is not None
     cache.release(lease, [1, 2])
-    assert (cache.overlap_blocks([1, 2], "a"), cache.overlap_blocks([1, 2], "b")) == (1, 0)
+    assert (cache.overlap_blocks([1, 2], Namespace("a")), cache.overlap_blocks([1, 2], Namespace("b"))) == (1, 0)
 
 
 def test_partial_pages_are_not_stored_and_release_counts_once() -> None:
     cache = PrefixCache(8, PAGE)
-    lease = cache.lease([1, 2, 3], "", match_tokens=3, total_tokens=3)
+    lease = cache.lease([1, 2, 3], BASE, match_tokens=3, total_tokens=3)
     assert lease is not None
     cache.release(lease, [1, 2, 3])
     cache.release(lease, [1, 2, 3])
@@ -123,8 +123,42 @@ def test_the_listener_hears_of_every_block() -> None:
     recorder = Recorder()
     cache = PrefixCache(2, PAGE, recorder)
     for prompt in ([1, 2, 3, 4], [5, 6]):
-        lease = cache.lease(prompt, "", match_tokens=0, total_tokens=len(prompt))
+        lease = cache.lease(prompt, BASE, match_tokens=0, total_tokens=len(prompt))
         assert lease is not None
         cache.release(lease, prompt)
     cache.clear()
     assert recorder.heard == ["stored 2", "removed", "stored 1", "cleared"]
+
+
+def test_a_refused_lease_does_not_count_as_use() -> None:
+    cache = PrefixCache(4, PAGE)
+    for prompt in ([1, 2], [3, 4]):
+        lease = cache.lease(prompt, BASE, match_tokens=0, total_tokens=2)
+        assert lease is not None
+        cache.release(lease, prompt)
+    assert cache.lease([1, 2, 5], BASE, match_tokens=2, total_tokens=11) is None
+    lease = cache.lease([7, 8], BASE, match_tokens=0, total_tokens=6)
+    assert lease is not None
+    assert (cache.overlap_blocks([1, 2]), cache.overlap_blocks([3, 4])) == (0, 1)
+
+
+def test_a_block_computed_again_is_kept_twice_where_the_engine_does_so() -> None:
+    recorder = Recorder()
+    cache = PrefixCache(5, PAGE, recorder, keeps_copies=True)
+    prompt = [1, 2, 3, 4]
+    for _ in range(2):
+        lease = cache.lease(prompt, BASE, match_tokens=3, total_tokens=4)
+        assert lease is not None
+        cache.release(lease, prompt)
+    assert cache.stored_blocks == 3
+    # Two that compute the same at the same time share it.
+    pair = [cache.lease([5, 6], BASE, match_tokens=1, total_tokens=2) for _ in range(2)]
+    for lease in pair:
+        assert lease is not None
+        cache.release(lease, [5, 6])
+    assert cache.stored_blocks == 4
+    assert recorder.heard == ["stored 2", "stored 1", "stored 1"]
+    lease = cache.lease([9] * 8, BASE, match_tokens=0, total_tokens=10)
+    assert lease is not None
+    assert (cache.stored_blocks, cache.overlap_blocks(prompt)) == (0, 0)
+    assert recorder.heard[3:] == ["removed"] * 4

@@ -31,7 +31,12 @@ def test_every_option_can_be_given_and_names_its_default() -> None:
     [
         (["--engine", "other"], "unknown, known are sglang, vllm"),
         (["--role", "prefill"], "not yet"),
-        (["--kv-events", "tcp://*:5557"], "not yet"),
+        (["--kv-events", "*:5557"], "tcp://HOST:PORT"),
+        (["--kv-events", "ipc:///kv"], "tcp://HOST:PORT"),
+        (["--kv-events", "tcp://*:65535", "--dp-size", "2"], "no port is left"),
+        (["--replay", "tcp://*:5558"], "needs --kv-events"),
+        (["--kv-events", "tcp://*:0", "--kv-replay-framing", "odd"], "new or old"),
+        (["--kv-events", "tcp://*:0", "--kv-hwm", "0"], "at least 1"),
         (["--node-rank", "1"], "not yet"),
         (["--dp-size", "0"], "--dp-size must be at least 1"),
         (["--speedup", "0"], "--speedup"),

@@ -33,7 +33,11 @@ def test_points(at: str) -> None:
         pytest.param({"at": "headers", "do": "ignore"}, "not possible", id="ignore outside abort"),
         pytest.param({"at": "connect", "do": "status:500"}, "not possible", id="status before a request"),
         pytest.param({"at": "connect", "do": "reset", "match": {"path": "/x"}}, "before there is", id="match"),
-        pytest.param({"at": "kv", "do": "reset"}, "not yet", id="kv"),
+        pytest.param({"at": "kv", "do": "reset"}, "not possible", id="kv"),
+        pytest.param({"at": "headers", "do": "drop"}, "not possible", id="kv only"),
+        pytest.param({"at": "kv", "do": "drop", "match": {"path": "/x"}}, "'dp_rank' only", id="kv match"),
+        pytest.param({"at": "replay", "do": "ignore", "match": {"dp_rank": True}}, "wrong type", id="rank type"),
+        pytest.param({"at": "end", "do": "reset", "match": {"dp_rank": 0}}, "for KV events", id="rank elsewhere"),
         pytest.param({"at": "end", "do": "reset", "times": 0}, "'times'", id="times"),
         pytest.param({"at": "end", "do": "reset", "times": True}, "'times'", id="times bool"),
         pytest.param({"at": "end", "do": "reset", "match": {"who": "x"}}, "unknown 'match'", id="match key"),
@@ -87,3 +91,16 @@ def test_times_and_order() -> None:
     assert table.describe() == [{"at": "event:2", "do": "close", "times": None, "match": {}}]
     table.clear()
     assert not table.expects(GENERATE)
+
+
+def test_faults_of_kv_events_are_matched_by_rank() -> None:
+    table = FaultTable()
+    table.add(parse_fault({"at": "kv", "do": "drop", "match": {"dp_rank": 1}}))
+    table.add(parse_fault({"at": "replay", "do": "ignore"}))
+    assert table.take_for_rank("kv", 0) is None
+    assert not table.expects(GENERATE)
+    assert [fault.kind for fault in (table.take_for_rank("kv", 1), table.take_for_rank("replay", 3)) if fault] == [
+        "drop",
+        "ignore",
+    ]
+    assert not table
