@@ -2,35 +2,35 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from backends.errors import CallClosed, CallInterrupted, UpstreamError
 from backends.leg import Leg
-from backends.lifecycle import (
-    ABORT_AFTER_RESUME_S,
-    ABORT_CALL_TIMEOUT_S,
-    ABORT_DELAY_S,
-    ABORT_RETRY_SLEEPS_S,
-    CancelPlan,
-)
+from backends.leg_events import End, GivenUp, LegEnd, LegState, LegTimes, Paused, Resumed, Tick, Told
+from backends.sse import EventCutter
 from backends.tasks import OwnedTasks
-from backends.types import Worker
 from backends.upstream.base import UpstreamClient
 from backends.upstream.fetch import fetch
 
 logger = logging.getLogger("forebay.aborts")
 
+# Limit of one call of the engine's abort route.
+ABORT_CALL_TIMEOUT_S = 2.0
 # Concurrent calls of one engine's abort route.
 MAX_ABORT_CALLS_PER_WORKER = 64
-# How long a closed unary call on a paused engine is remembered for its later abort.
-MAX_PAUSE_S = 3600.0
 # Legs that are worked on at one time; above it the oldest are closed without further aborts.
-MAX_ADOPTED = 10_000
+MAX_KEPT = 10_000
 # The engine takes no aborts: not from this gateway, or from nobody.
 NO_ABORT_ROUTE = frozenset({401, 403, 404, 405})
-# A wait that took less found the engine running.
-_PAUSE_SEEN_S = 0.001
+# Sleeps above this are spread, so that many cancelled at one time do not come back at one time.
+JITTER_ABOVE_S = 0.2
+JITTER = 0.1
+_TO_BE_TOLD = frozenset({LegState.CALLED_OFF, LegState.TELLING})
+# Bound of one event of an answer that nobody reads.
+MAX_EVENT_BYTES = 64 * 1024 * 1024
 
 
 class AbortCounters(Protocol):
@@ -43,153 +43,181 @@ class AbortCounters(Protocol):
         """A leg ended after an abort."""
 
     def abort_unconfirmed(self) -> None:
-        """A leg outlived every abort and was closed."""
+        """A leg outlived every abort and was closed, or could not be told."""
+
+    def handoff_abandoned(self) -> None:
+        """A decode leg was closed before it had taken the prompt's blocks over."""
+
+
+class _Work:
+    """What goes on for one leg."""
+
+    __slots__ = ("reader", "submissions", "timer")
+
+    def __init__(self) -> None:
+        self.timer: asyncio.TimerHandle | None = None
+        self.reader: asyncio.Task[None] | None = None
+        self.submissions = 0
+
+    @property
+    def is_done(self) -> bool:
+        """Nothing goes on any more, though the leg may go on at its exchange."""
+        return self.timer is None and self.reader is None and not self.submissions
 
 
 class AbortSupervisor:
-    """Carries out cancel plans that take time; every task of it is owned, bounded and counted.
+    """Keeps legs that are aborted, drained or owed an abort; every task and timer of it is owned, bounded and counted.
 
     Args:
         client: Sends the aborts.
         counters: Told of every submission and its effect.
-        wait_until_resumed: Returns when the worker is no longer paused, at once if it is not.
-        delay_s: Earliest abort after the request was written.
-        retry_sleeps_s: Sleeps between submissions, at least one; the last is also the wait after the last one.
+        times: Durations of a leg's life.
         call_timeout_s: Limit of one call of an abort route.
-        after_resume_s: From a pause's end to the aborts that waited for it.
-        max_pause_s: Aborts that wait for the end of a pause are given up after this time.
         max_calls_per_worker: Concurrent calls of one engine's abort route.
-        max_adopted: Legs at one time; the oldest is closed for one above it.
+        max_kept: Legs at one time; the oldest is closed for one above it.
+        spread: Random number in [-1, 1] for the jitter of retries.
     """
 
     def __init__(
         self,
         client: UpstreamClient,
         counters: AbortCounters,
-        wait_until_resumed: Callable[[Worker], Awaitable[None]],
         *,
-        delay_s: float = ABORT_DELAY_S,
-        retry_sleeps_s: Sequence[float] = ABORT_RETRY_SLEEPS_S,
+        times: LegTimes | None = None,
         call_timeout_s: float = ABORT_CALL_TIMEOUT_S,
-        after_resume_s: float = ABORT_AFTER_RESUME_S,
-        max_pause_s: float = MAX_PAUSE_S,
         max_calls_per_worker: int = MAX_ABORT_CALLS_PER_WORKER,
-        max_adopted: int = MAX_ADOPTED,
+        max_kept: int = MAX_KEPT,
+        spread: Callable[[], float] = lambda: random.uniform(-1, 1),
     ) -> None:
         self._client = client
         self._counters = counters
-        self._wait_until_resumed = wait_until_resumed
-        self._delay_s = delay_s
-        self._retry_sleeps_s = retry_sleeps_s
+        times = times or LegTimes()
+        # One draw for the process: a leg must not pay for it, and legs are not cancelled in step.
+        self.times = replace(times, retry_sleeps_s=_spread(times.retry_sleeps_s, spread))
         self._call_timeout_s = call_timeout_s
-        self._after_resume_s = after_resume_s
-        self._max_pause_s = max_pause_s
         self._max_calls_per_worker = max_calls_per_worker
-        self._max_adopted = max_adopted
+        self._max_kept = max_kept
         self._tasks = OwnedTasks("abort")
-        self._adopted: dict[asyncio.Task[None], Leg] = {}
+        self._kept: dict[Leg, _Work] = {}
         self._slots: dict[str, asyncio.Semaphore] = {}
         self._refusing: set[str] = set()
+        self._progress = asyncio.Event()
         self._is_closed = False
 
     def __len__(self) -> int:
-        """Number of legs and late aborts that are still being worked on."""
-        return len(self._tasks)
+        """Number of legs that are still being worked on; when there are none, of calls that are still under way."""
+        return len(self._kept) or len(self._tasks)
 
-    def adopt(self, leg: Leg, plan: CancelPlan) -> None:
-        """Own ``leg`` from now on and carry ``plan`` out; see ``CancelPlan``."""
-        if plan is CancelPlan.CLOSE_AND_ABORT_LATER:
-            leg.end()
-        if self._is_closed:
-            leg.end()
-            return
-        if len(self._adopted) >= self._max_adopted:
-            self._give_up(next(iter(self._adopted)))
-        if plan is CancelPlan.CLOSE_AND_ABORT_LATER:
-            work = self._abort_after_resume(leg)
-        elif plan is CancelPlan.ABORT_THEN_CLOSE:
-            work = self._abort_all(leg)
-        else:
-            work = self._abort_and_read(leg)
-        task = self._tasks.spawn(work, leg.engine_ids[0])
-        self._adopted[task] = leg
-        task.add_done_callback(self._done)  # unlike a finally, it also runs for a task that never began
+    def now(self) -> float:
+        """The loop's time."""
+        return asyncio.get_running_loop().time()
 
-    def _done(self, task: asyncio.Task[None]) -> None:
-        leg = self._adopted.pop(task, None)
-        if leg is not None:
-            leg.end()
+    def paused(self, worker_id: str) -> None:
+        """A worker is paused: aborts for it wait."""
+        for leg in [leg for leg in self._kept if leg.worker.id == worker_id]:
+            leg.on(Paused(self.now()))
 
-    def _give_up(self, task: asyncio.Task[None]) -> None:
-        self._adopted.pop(task).end()
-        self._counters.abort_unconfirmed()
-        task.cancel()
+    def resumed(self, worker_id: str) -> None:
+        """A worker is no longer paused, or gone."""
+        for leg in [leg for leg in self._kept if leg.worker.id == worker_id]:
+            leg.on(Resumed(self.now()))
 
-    def abort_attached(self, leg: Leg, engine_ids: Sequence[str]) -> None:
-        """Abort ids of ``leg`` while its exchange goes on reading, so that the caller gets the partial answer.
+    # What legs ask for.
 
-        All of a leg's ids are aborted by the schedule, and the leg is closed when that is over, or at once on an
-        engine that takes no aborts; single items once more after the third retry's time, since nothing shows that an
-        item has ended, and they go on where no abort is taken. Ids whose aborts are under way are left to those.
-        """
-        ids = [one for one in engine_ids if one not in leg.aborting]
-        if leg.is_ended or leg.is_detached or self._is_closed or not ids:
-            return
-        is_whole = len(engine_ids) == len(leg.engine_ids)
-        work = self._abort_all_attached(leg) if is_whole else self._abort_items(leg, ids)
-        leg.aborting.update(ids)
-        task = self._tasks.spawn(work, ids[0])
-        leg.stop_aborting.append(task.cancel)
+    def _work(self, leg: Leg) -> _Work | None:
+        """The work on a leg, begun if there was none; ``None`` if the leg had to be given up instead."""
+        work = self._kept.get(leg)
+        if work is None:
+            if self._is_closed:
+                leg.on(GivenUp())
+                return None
+            if len(self._kept) >= self._max_kept:
+                next(iter(self._kept)).on(GivenUp())
+            work = self._kept[leg] = _Work()
+        return work
 
-    async def _abort_all_attached(self, leg: Leg) -> None:
-        await self._until_running(leg)
-        await self._abort_by_schedule(leg, asyncio.Event())
+    def wake(self, leg: Leg, at: float) -> None:
+        """See ``LegKeeper.wake``."""
+        if (work := self._work(leg)) is not None:
+            if work.timer is not None:
+                work.timer.cancel()
+            work.timer = asyncio.get_running_loop().call_at(at, self._tick, leg)
 
-    async def _abort_items(self, leg: Leg, engine_ids: Sequence[str]) -> None:
-        await self._until_running(leg)
-        for sleep_s in (0.0, self._retry_sleeps_s[:3][-1]):
-            await asyncio.sleep(sleep_s)
-            await self._until_due(leg)
-            await self._submit(leg, engine_ids)
-        leg.aborting.difference_update(engine_ids)
+    def _tick(self, leg: Leg) -> None:
+        self._kept[leg].timer = None
+        leg.on(Tick(self.now(), leg.call.written_at, leg.call.is_over))
+        self._settle(leg)
 
-    async def _until_running(self, leg: Leg) -> None:
-        """Wait out a pause, in which an abort would be spent for nothing, and the dispatch that follows it."""
-        loop = asyncio.get_running_loop()
-        began_at = loop.time()
-        await self._wait_until_resumed(leg.worker)
-        if loop.time() - began_at > _PAUSE_SEEN_S:
-            await asyncio.sleep(self._after_resume_s)
+    def _settle(self, leg: Leg) -> None:
+        work = self._kept.get(leg)
+        if work is not None and work.is_done:
+            del self._kept[leg]
 
-    async def _until_due(self, leg: Leg) -> None:
-        """Wait until the request has been with the engine for the delay; one that is not written yet, until it is."""
-        loop = asyncio.get_running_loop()
-        while not leg.call.is_over:
-            written_at = leg.call.written_at
-            wait_s = self._delay_s if written_at is None else written_at + self._delay_s - loop.time()
-            if written_at is not None and wait_s <= 0:
-                return
-            await asyncio.sleep(wait_s)
+    def submit(self, leg: Leg, engine_ids: tuple[str, ...]) -> None:
+        """See ``LegKeeper.submit``."""
+        if (work := self._work(leg)) is not None:
+            work.submissions += 1
+            self._tasks.spawn(self._submit(leg, work, engine_ids), engine_ids[0])
 
-    async def _submit(self, leg: Leg, engine_ids: Sequence[str]) -> bool:
-        """Send one abort for each id, all at once; false if the engine takes none, other failures are for retries."""
+    def read_on(self, leg: Leg) -> None:
+        """See ``LegKeeper.read_on``."""
+        if (work := self._work(leg)) is not None:
+            work.reader = self._tasks.spawn(self._read_on(leg), f"read {leg.worker.id}")
+
+    def ended(self, leg: Leg, end: End) -> None:
+        """See ``LegKeeper.ended``. Submissions under way come to their own ends."""
+        work = self._kept.pop(leg, None)
+        if work is not None:
+            if work.timer is not None:
+                work.timer.cancel()
+            if work.reader is not None:
+                work.reader.cancel()
+            self._progress.set()
+        if end.how is LegEnd.CONFIRMED:
+            self._counters.abort_confirmed()
+        elif end.how is LegEnd.UNCONFIRMED:
+            self._counters.abort_unconfirmed()
+        elif end.how is LegEnd.ABANDONED:
+            self._counters.handoff_abandoned()
+        if end.error and leg.is_detached:
+            logger.warning("worker %s: an answer that nobody waited for broke off: %s", leg.worker.id, end.error)
+
+    # Aborting.
+
+    async def _submit(self, leg: Leg, work: _Work, engine_ids: tuple[str, ...]) -> None:
+        """Send one abort for each id, all at once."""
         if len(engine_ids) == 1:
-            return await self._submit_id(leg, engine_ids[0])
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._submit_id(leg, engine_id)) for engine_id in engine_ids]
-        return all(task.result() for task in tasks)
+            is_taken = await self._submit_id(leg, engine_ids[0])
+        else:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._submit_id(leg, engine_id)) for engine_id in engine_ids]
+            is_taken = all(task.result() for task in tasks)
+        work.submissions -= 1
+        leg.on(Told(self.now(), is_refused=not is_taken))
+        self._settle(leg)
+        self._progress.set()
 
     async def _submit_id(self, leg: Leg, engine_id: str) -> bool:
-        """Send one abort. An engine that takes it answers 200 whatever it did, so only a refusal says something."""
+        """Send one abort; false if the engine takes none, since other failures are for retries.
+
+        An engine that takes aborts answers 200 whatever it did.
+        """
         worker = leg.worker
+        is_owed = leg.is_ended
         slot = self._slots.setdefault(worker.id, asyncio.Semaphore(self._max_calls_per_worker))
         async with slot:
-            self._counters.abort_sent(worker.id)
+            if leg.is_ended and not is_owed:
+                return True  # it ended in the queue
             try:
+                request = leg.backend.abort_request(worker, engine_id)
+                self._counters.abort_sent(worker.id)
                 async with asyncio.timeout(self._call_timeout_s):
-                    status, _ = await fetch(self._client, worker.origin, leg.backend.abort_request(worker, engine_id))
+                    status, _ = await fetch(self._client, worker.origin, request)
             except (UpstreamError, TimeoutError):
                 return True
+            except ValueError:
+                logger.exception("worker %s: an abort that cannot be sent", worker.id)
+                return False
         if status not in NO_ABORT_ROUTE:
             self._refusing.discard(worker.id)
             return True
@@ -198,71 +226,48 @@ class AbortSupervisor:
             logger.warning("worker %s takes no aborts (status %d), so its calls are closed instead", worker.id, status)
         return False
 
-    async def _abort_all(self, leg: Leg) -> None:
-        await self._until_due(leg)
-        if not leg.call.is_over:
-            await self._submit(leg, leg.engine_ids)
+    # Reading.
 
-    async def _abort_and_read(self, leg: Leg) -> None:
-        """Abort by the schedule while reading on: the end of the answer is the only proof that an abort worked."""
-        was_told = asyncio.Event()
-        async with asyncio.TaskGroup() as group:
-            aborts = group.create_task(self._abort_by_schedule(leg, was_told))
-            if not await self._read_to_end(leg):
-                self._counters.abort_unconfirmed()
-            elif was_told.is_set():
-                self._counters.abort_confirmed()
-            aborts.cancel()
-
-    async def _abort_by_schedule(self, leg: Leg, was_told: asyncio.Event) -> None:
-        """Submit all ids again and again until the answer has ended or the engine takes none; then close the call.
-
-        Args:
-            leg: The request.
-            was_told: Set when the first submission goes out.
-        """
-        for sleep_s in (0.0, *self._retry_sleeps_s):
-            await asyncio.sleep(sleep_s)
-            await self._until_due(leg)
-            if leg.call.is_over:
-                return
-            was_told.set()
-            if not await self._submit(leg, leg.engine_ids):
-                break
-        else:
-            await asyncio.sleep(self._retry_sleeps_s[-1])
-        if not leg.call.is_over:  # what has arrived is still the reader's
-            leg.call.close()
-
-    async def _read_to_end(self, leg: Leg) -> bool:
-        """Read and drop; false if the call had to be closed."""
+    async def _read_on(self, leg: Leg) -> None:
+        """Read and drop. The end of the answer is the only proof that an abort worked."""
+        cutter = EventCutter(MAX_EVENT_BYTES)
         while True:
             try:
                 await leg.call.head()
-                while await leg.call.read():
-                    pass
+                while data := await leg.call.read():
+                    if leg.state is LegState.DRAINING:
+                        leg.saw(cutter.feed(data))
             except CallInterrupted:
                 continue  # one that was meant for an exchange which had not waited yet
-            except UpstreamError:
-                return True  # the engine ended it, if not politely
+            except UpstreamError as exc:
+                leg.end(str(exc))  # the engine ended it, if not politely
             except CallClosed:
-                return False
-            return True
-
-    async def _abort_after_resume(self, leg: Leg) -> None:
-        try:
-            async with asyncio.timeout(self._max_pause_s):
-                await self._wait_until_resumed(leg.worker)
-        except TimeoutError:
-            self._counters.abort_unconfirmed()
+                pass  # whoever closed it has ended the leg
+            else:
+                leg.end()
             return
-        await asyncio.sleep(self._after_resume_s)
-        await self._submit(leg, leg.engine_ids)
 
     async def aclose(self, grace_s: float = 1.0) -> None:
         """Give first aborts ``grace_s`` to get out, then end everything; legs are closed and released.
 
         Legs that come later are closed at once.
         """
-        await self._tasks.aclose(grace_s)
+        try:
+            async with asyncio.timeout(grace_s):
+                while any(self._is_untold(leg, work) for leg, work in self._kept.items()):
+                    self._progress.clear()
+                    await self._progress.wait()
+        except TimeoutError:
+            pass
         self._is_closed = True
+        for leg in list(self._kept):
+            leg.on(GivenUp())
+        await self._tasks.aclose()
+
+    @staticmethod
+    def _is_untold(leg: Leg, work: _Work) -> bool:
+        return leg.state in _TO_BE_TOLD and (work.submissions > 0 or not leg.is_told)
+
+
+def _spread(sleeps_s: Sequence[float], spread: Callable[[], float]) -> tuple[float, ...]:
+    return tuple(s * (1 + JITTER * spread()) if s > JITTER_ABOVE_S else s for s in sleeps_s)

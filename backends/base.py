@@ -5,7 +5,6 @@ from types import MappingProxyType
 from typing import Final, Protocol
 
 from backends.json_body import JsonBody
-from backends.lifecycle import CancelPlan
 from backends.types import EngineFacts, EngineIds, ProbeResult, Worker
 from backends.upstream.base import Headers, UpstreamRequest
 
@@ -50,8 +49,15 @@ class Backend(Protocol):
             changes: JSON of further fields to set in the body.
         """
 
-    def cancel_plan(self, facts: EngineFacts, *, is_stream: bool, has_own_ids: bool, is_paused: bool) -> CancelPlan:
-        """How a leg is told that its client is gone."""
+    def shows_output(self, event_data: bytes) -> bool:
+        """Whether an event of a generation's stream is evidence that the engine has begun to generate, or has ended.
+
+        Args:
+            event_data: The event's payload; none and ``[DONE]`` show nothing.
+
+        Raises:
+            AnswerMalformed: It is not of the engine's shape.
+        """
 
     def abort_request(self, worker: Worker, engine_id: str) -> UpstreamRequest:
         """Build the request that tells the engine to stop ``engine_id``."""

@@ -1,10 +1,28 @@
-"""One upstream request of a client's request, from the write to its end."""
+"""One upstream request of a client's request, from the write to its end: the shell around ``LegMachine``."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 from backends.base import Backend
-from backends.lifecycle import CancelPlan, Cause
+from backends.cancel_policy import CancelPolicy, OnCancel
+from backends.leg_events import (
+    Abort,
+    CalledOff,
+    Cancelled,
+    Cause,
+    Command,
+    End,
+    Event,
+    LegState,
+    LegTimes,
+    Over,
+    Produced,
+    Revealed,
+    Simple,
+    WakeAt,
+)
+from backends.lifecycle import LegMachine
+from backends.sse import data_of, events
 from backends.types import Worker
 from backends.upstream.base import UpstreamCall
 
@@ -19,36 +37,68 @@ class Booking(Protocol):
         """Give everything back; called exactly once."""
 
 
+class LegKeeper(Protocol):
+    """Does for legs what takes time."""
+
+    @property
+    def times(self) -> LegTimes:
+        """Durations of a new leg."""
+
+    def now(self) -> float:
+        """Monotonic seconds, as ``UpstreamCall.written_at`` counts them."""
+
+    def submit(self, leg: "Leg", engine_ids: tuple[str, ...]) -> None:
+        """Submit aborts, then report ``Told``."""
+
+    def wake(self, leg: "Leg", at: float) -> None:
+        """Report ``Tick`` at that time, and not at the one that was asked for before."""
+
+    def read_on(self, leg: "Leg") -> None:
+        """Read the leg's answer to its end, which nobody else does from now on."""
+
+    def ended(self, leg: "Leg", end: End) -> None:
+        """The leg is over: nothing of it is to be kept."""
+
+
 class Leg:
     """One upstream request: who carries it, under which ids, and what is still booked for it.
 
-    The exchange owns a leg until ``end``, or until ``cancel`` hands it to the abort supervisor. Whoever owns it
-    ends it, once.
+    The exchange reads a leg until it calls ``end``, or until the leg is detached; then its keeper reads.
 
-    Attributes:
+    Args:
         worker: Where it runs.
         backend: The engine kind's part.
-        engine_ids: Ids under which the engine runs it; one, or one for each item of a batch.
+        engine_ids: Ids under which the engine's abort route knows it: one, or one for each item of a batch.
+        policy: How it is cancelled.
         call: The HTTP call.
-        cause: Why it was cancelled; ``None`` while it was not.
-        is_detached: The abort supervisor owns it.
-        is_ended: Booking released, call over.
-        aborting: Ids whose aborts run beside the exchange.
-        stop_aborting: Ends the abort schedules that run beside the exchange.
+        booking: What it has booked.
+        keeper: Does what takes time.
+        reveals_ids: Its answer shows ids under which the engine runs it.
+        on_end: Told once, when the leg has given everything back.
+        on_first_token: Told once, at its first output.
+
+    Attributes:
+        can_be_aborted: The engine takes aborts for it; where not, closing is all there is.
+        is_detached: Its keeper reads it.
+        is_ended: Everything is given back.
+        was_called_off: Its client has asked for an abort of all of it, or of an item.
     """
 
     __slots__ = (
         "_booking",
+        "_has_output",
+        "_keeper",
+        "_machine",
         "_on_end",
         "_on_first_token",
-        "aborting",
         "backend",
         "call",
-        "cause",
+        "can_be_aborted",
         "engine_ids",
         "is_detached",
         "is_ended",
-        "stop_aborting",
+        "policy",
+        "was_called_off",
         "worker",
     )
 
@@ -57,65 +107,132 @@ class Leg:
         *,
         worker: Worker,
         backend: Backend,
-        engine_ids: Sequence[str],
+        engine_ids: tuple[str, ...],
+        policy: CancelPolicy,
         call: UpstreamCall,
         booking: Booking,
+        keeper: LegKeeper,
+        reveals_ids: bool = False,
         on_end: Callable[["Leg"], None],
         on_first_token: Callable[[], None] | None = None,
     ) -> None:
         self.worker = worker
         self.backend = backend
         self.engine_ids = engine_ids
+        self.policy = policy
         self.call = call
-        self.cause: Cause | None = None
+        self.can_be_aborted = reveals_ids or bool(engine_ids)
         self.is_detached = False
         self.is_ended = False
-        self.aborting: set[str] = set()
-        self.stop_aborting: list[Callable[[], object]] = []
+        self.was_called_off = False
+        self._has_output = False
         self._booking = booking
+        self._keeper = keeper
         self._on_end = on_end
         self._on_first_token = on_first_token
+        self._machine = LegMachine(policy, engine_ids, keeper.times)
+
+    @property
+    def cause(self) -> Cause | None:
+        """Why it ended, or will; ``None`` while nothing has happened."""
+        return self._machine.cause
+
+    @property
+    def state(self) -> LegState:
+        """Where it stands."""
+        return self._machine.state
+
+    @property
+    def is_told(self) -> bool:
+        """An abort of all of it has been submitted."""
+        return self._machine.is_told
 
     def first_token(self) -> None:
-        """The engine has produced something."""
+        """The engine has produced something; only the first call counts."""
+        if self._has_output or self.is_ended:  # what was read just before the end
+            return
+        self._has_output = True
         self._booking.first_token()
         if self._on_first_token is not None:
             self._on_first_token()
-            self._on_first_token = None
+        self._do(self._machine.on(Produced()))
 
-    def end(self) -> None:
-        """Release what the leg holds. A second call does nothing, since several parties may see the end."""
+    def saw(self, block: bytes) -> None:
+        """Whole events of the answer: note the first output among them.
+
+        Where the first output is what the leg is kept for, an event without any is no evidence of it.
+
+        Raises:
+            AnswerMalformed: An event is not of the engine's shape.
+        """
+        if self._has_output:
+            return
+        if self.policy.on_cancel is not OnCancel.DRAIN_TO_FIRST_OUTPUT or any(
+            self.backend.shows_output(data_of(event)) for event in events(block)
+        ):
+            self.first_token()
+
+    def end(self, error: str = "") -> None:
+        """The answer, or the interest in it, is over. A second call does nothing, since several may see the end."""
         if self.is_ended:
             return
-        self.is_ended = True
-        for stop in self.stop_aborting:
-            stop()
-        self.call.close()
-        self._booking.release()
-        self._on_end(self)
+        self._do(self._machine.on(Over(error)))
 
+    def cancel(self, cause: Cause, *, is_paused: bool = False) -> None:
+        """Nobody waits for the answer any more: end the leg in the way of its policy.
 
-class Aborter(Protocol):
-    """Takes over legs whose engine has to be told."""
+        Returns at once in every case. The first cause stays. A request of which no byte was written is dropped, since
+        the engine knows nothing of it.
 
-    def adopt(self, leg: Leg, plan: CancelPlan) -> None:
-        """Own ``leg`` until it has ended, and carry ``plan`` out."""
+        Args:
+            cause: Why.
+            is_paused: The engine is paused.
+        """
+        if self.call.is_complete:
+            self.end()
+        else:
+            self._do(self._machine.on(Cancelled(self._keeper.now(), cause, self.call.written_at, is_paused)))
 
+    def call_off(self, items: tuple[str, ...] = (), *, is_paused: bool = False) -> None:
+        """Have the engine stop all of it, or some of its items, while the exchange reads on.
 
-def cancel(leg: Leg, cause: Cause, plan: CancelPlan, aborter: Aborter) -> None:
-    """Cancel a leg for good: by closing it here and now, or by handing it to ``aborter``.
+        Args:
+            items: Those of ``engine_ids`` that are to be stopped; empty for all.
+            is_paused: The engine is paused.
+        """
+        if self.is_ended or self.is_detached:
+            return
+        self.was_called_off = True
+        self._do(self._machine.on(CalledOff(self._keeper.now(), self.call.written_at, is_paused, items)))
 
-    Returns at once in every case. The first cause stays; a second call does nothing. A request of which no byte
-    was written is just dropped, since the engine knows nothing of it.
-    """
-    if leg.is_ended or leg.cause is not None:
-        return
-    leg.cause = cause
-    if plan is CancelPlan.CLOSE or leg.call.written_at is None or leg.call.is_complete:
-        leg.end()
-        return
-    leg.is_detached = True
-    for stop in leg.stop_aborting:  # the plan has aborts of its own
-        stop()
-    leg.call.interrupt()
-    aborter.adopt(leg, plan)
+    def reveal(self, engine_ids: tuple[str, ...]) -> None:
+        """The answer shows ids that the engine has given its samples by itself."""
+        if engine_ids:
+            self._do(self._machine.on(Revealed(self._keeper.now(), engine_ids)))
+
+    def on(self, event: Event) -> None:
+        """Take an event that the keeper has seen."""
+        self._do(self._machine.on(event))
+
+    def _do(self, commands: list[Command]) -> None:
+        for command in commands:
+            if command is Simple.CLOSE:
+                self.call.close()
+            elif command is Simple.RELEASE:
+                self._release()
+            elif isinstance(command, End):
+                self._keeper.ended(self, command)
+            elif isinstance(command, WakeAt):
+                self._keeper.wake(self, command.at)
+            elif isinstance(command, Abort):
+                self._keeper.submit(self, command.ids)
+            else:
+                self.is_detached = True
+                self.call.interrupt()
+                self._keeper.read_on(self)
+
+    def _release(self) -> None:
+        if not self.is_ended:
+            self.is_ended = True
+            self._booking.release()
+            self._on_end(self)

@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from backends.abort_supervisor import AbortSupervisor
 from backends.control import get_status
 from backends.errors import UpstreamError
-from backends.lifecycle import Cause
+from backends.leg_events import Cause, LegTimes
 from backends.sglang.backend import SGLangBackend
 from backends.types import EngineKind, Worker
 from backends.upstream.base import UpstreamClient
@@ -32,7 +32,7 @@ from gateway.api.workers import workers_router
 from gateway.auth import Keys
 from gateway.data_plane import DataPlane
 from gateway.fleet_control import FleetControl
-from gateway.lifespan import ResumeWaits, WatchTimes
+from gateway.lifespan import WatchTimes
 from gateway.live import LiveLegs, LiveRequests
 from gateway.metrics import Metrics
 from gateway.services import Limits, Services
@@ -74,7 +74,6 @@ class Gateway:
             self._client = H1Client(connect_timeout_s=settings.connect_timeout_s, tls=tls, resends_stale=False)
         # Probes and aborts keep to their own connections: they must not wait behind traffic, nor be counted as it.
         self._control = H1Client(connect_timeout_s=settings.connect_timeout_s, tls=tls)
-        self._resumes = ResumeWaits()
         self._drains = OwnedTasks("drain")
         self.drained = asyncio.Event()
         self.failed: str | None = None
@@ -118,8 +117,7 @@ class Gateway:
         aborter = AbortSupervisor(
             self._control,
             metrics,
-            lambda worker: self._resumes.wait(fleet, worker),
-            delay_s=settings.abort_delay_s,
+            times=LegTimes(delay_s=settings.abort_delay_s),
         )
         return Services(
             limits=Limits(
@@ -159,7 +157,10 @@ class Gateway:
 
     def _worker_changed(self, member: Member) -> None:
         self.services.metrics.worker_ready(member.worker.id, member.state is WorkerState.READY)
-        self._resumes.changed(member)
+        if member.is_paused:
+            self.services.aborter.paused(member.worker.id)
+        else:
+            self.services.aborter.resumed(member.worker.id)
 
     def _make_fastapi(self) -> FastAPI:
         app = FastAPI(title="Forebay", docs_url=None, redoc_url=None, openapi_url=None, lifespan=self._lifespan)

@@ -13,8 +13,8 @@ from backends.errors import (
     RequestUnsendable,
     UpstreamError,
 )
-from backends.leg import Leg, cancel
-from backends.lifecycle import Cause
+from backends.leg import Leg
+from backends.leg_events import Cause
 from gateway.access_log import AccessRecord
 from gateway.answer import Usage, Verdict
 from gateway.attempts import Attempts, Failure
@@ -164,26 +164,20 @@ class Exchange:
             self.stop(Cause.CLIENT_ABORT)  # between two attempts: there is to be no other one
             return placed.leg.worker.id
         ids = placed.leg.engine_ids
-        if not ids:  # the engine takes no abort for it, so that closing is all there is
+        if not placed.leg.can_be_aborted:  # the engine takes no abort for it, so that closing is all there is
             self.stop(Cause.CLIENT_ABORT)
             return placed.leg.worker.id
-        if item_id is not None and len(ids) > 1:
-            ids = [ids[envelope.item_ids.index(item_id)]]
-        self._services.aborter.abort_attached(placed.leg, ids)
+        is_item = item_id is not None and len(ids) > 1
+        items = (ids[envelope.item_ids.index(item_id)],) if is_item and item_id is not None else ()
+        placed.leg.call_off(items, is_paused=placed.member.is_paused)
         return placed.leg.worker.id
 
     def _client_gone(self) -> None:
         self.stop(Cause.CLIENT_GONE)
 
     def _cancel(self, placed: Placed, cause: Cause) -> None:
-        plan = placed.leg.backend.cancel_plan(
-            placed.facts,
-            is_stream=placed.is_stream,
-            has_own_ids=bool(placed.leg.engine_ids),
-            is_paused=placed.member.is_paused,
-        )
         placed.member.breaker.released()  # it may have been the trial, of which nothing will be known
-        cancel(placed.leg, cause, plan, self._services.aborter)
+        placed.leg.cancel(cause, is_paused=placed.member.is_paused)
 
     # Serving.
 

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from backends.base import Backend
-from backends.lifecycle import Cause
+from backends.leg_events import Cause
 from backends.types import EngineKind, Role, Worker
 from backends.upstream.base import Origin
 from backends.worker_spec import WorkerSpec, worker_id

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from backends.base import Backend
 from backends.errors import IdentifyFailed
-from backends.types import EngineFacts, EngineKind, ProbeResult, Role, Worker
-from routers.fleet import Fleet, Member
+from backends.types import EngineFacts, EngineKind, ProbeResult, Role
+from routers.fleet import Member
 
 logger = logging.getLogger("forebay.workers")
 
@@ -145,24 +145,3 @@ class WorkerWatch:
         if member.facts is not None and facts != member.facts:
             self._note_restart(facts.boot_id)
             member.identified(facts)
-
-
-class ResumeWaits:
-    """Waiting for paused workers to go on; woken by changes of the fleet."""
-
-    def __init__(self) -> None:
-        self._waiters: dict[str, list[asyncio.Future[None]]] = {}
-
-    def changed(self, member: Member) -> None:
-        """A member's state has changed."""
-        if not member.is_paused:
-            for waiter in self._waiters.pop(member.worker.id, ()):
-                if not waiter.done():
-                    waiter.set_result(None)
-
-    async def wait(self, fleet: Fleet, worker: Worker) -> None:
-        """Return when ``worker`` is not paused, or no longer part of the fleet."""
-        while (member := fleet.get(worker.id)) is not None and member.is_paused:
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiters.setdefault(worker.id, []).append(waiter)
-            await waiter

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from backends.leg import Leg
-from backends.lifecycle import Cause
+from backends.leg_events import Cause
 
 
 class LiveRequest(Protocol):

@@ -71,6 +71,7 @@ class Metrics:
         "_access_log_dropped",
         "_attempts",
         "_first_byte",
+        "_handoff_abandoned",
         "_in_flight",
         "_knows_model",
         "_models",
@@ -99,6 +100,7 @@ class Metrics:
         self._workers: set[str] = set()
         self._aborts_confirmed = 0
         self._abort_unconfirmed = 0
+        self._handoff_abandoned = 0
         self._request = Histogram(_REQUEST_BOUNDS_S)
         self._first_byte = Histogram(_FIRST_BYTE_BOUNDS_S)
         self._route = Histogram(_ROUTE_BOUNDS_S)
@@ -144,6 +146,10 @@ class Metrics:
     def abort_unconfirmed(self) -> None:
         """Count an aborted request that was given up without a sign of its end."""
         self._abort_unconfirmed += 1
+
+    def handoff_abandoned(self) -> None:
+        """Count a decode leg that was closed before it had taken its prompt's blocks over."""
+        self._handoff_abandoned += 1
 
     def route_seconds(self, seconds: float) -> None:
         """Count the time that one placement took."""
@@ -203,6 +209,11 @@ class Metrics:
             "forebay_abort_unconfirmed",
             "Aborted requests given up without a sign of their end.",
             self._abort_unconfirmed,
+        )
+        yield CounterMetricFamily(
+            "forebay_handoff_abandoned",
+            "Decode legs closed before they had taken their prompt's blocks over.",
+            self._handoff_abandoned,
         )
         ready = GaugeMetricFamily("forebay_worker_ready", "Whether a worker takes requests.", labels=("worker",))
         for worker, is_ready in self._ready.items():

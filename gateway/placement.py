@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from backends.base import NO_CHANGES
+from backends.cancel_policy import LegKind, abort_capability, cancel_policy
 from backends.leg import Leg
 from backends.types import EngineFacts, EngineKind
 from gateway.envelope import Envelope
@@ -94,13 +95,24 @@ def place(services: Services, route: Route, envelope: Envelope, model: str, fail
     except BaseException:
         booking.release()
         raise
+    is_stream = envelope.is_stream or folds
+    reveals_ids = engine_ids.has_children and is_stream
     is_trial = member.worker.id in services.fleet.tripped
     leg = Leg(
         worker=member.worker,
         backend=backend,
         engine_ids=engine_ids.abortable,
+        policy=cancel_policy(
+            facts.engine,
+            abort_capability(facts.engine, facts.version),
+            kind=LegKind.AGGREGATED,
+            is_stream=is_stream,
+            has_ids=reveals_ids or bool(engine_ids.abortable),
+        ),
         call=call,
         booking=booking,
+        keeper=services.aborter,
+        reveals_ids=reveals_ids,
         on_end=services.legs.ended,
         on_first_token=functools.partial(services.fleet.answering, member) if is_trial else None,
     )
@@ -120,7 +132,7 @@ def place(services: Services, route: Route, envelope: Envelope, model: str, fail
         dp_rank=dp_rank,
         overlap_blocks=choice.overlap_blocks,
         ids=ids,
-        is_stream=envelope.is_stream or folds,
+        is_stream=is_stream,
         new_fold=functools.partial(_fold, route, envelope, facts) if route.path in FOLDED_PATHS else None,
         sent_ids=engine_ids.sent,
     )

@@ -183,7 +183,7 @@ class AnswerRelay:
             return await self._cut(answer, exc)
         finally:
             self.events_seen = answer.events_seen
-        verdict = answer.verdict(was_aborted=bool(placed.leg.stop_aborting))
+        verdict = answer.verdict(was_aborted=placed.leg.was_called_off)
         if not verdict.is_terminated:
             if block:
                 await self._write(block)
@@ -220,7 +220,7 @@ class AnswerRelay:
         try:
             body = fold.result()
         except FoldIncomplete as exc:
-            if exc.is_terminated and placed.leg.stop_aborting:
+            if exc.is_terminated and placed.leg.was_called_off:
                 raise GatewayError(ABORTED) from exc
             raise
         if isinstance(body, EngineRefused):

@@ -17,6 +17,8 @@ DOCUMENTED = ("gateway", "routers", "backends", "kv_events", "relay")
 PURE = (
     "routers/*.py",
     "backends/disaggregation.py",
+    "backends/cancel_policy.py",
+    "backends/leg_events.py",
     "backends/lifecycle.py",
     "backends/sse.py",
     "backends/worker_spec.py",

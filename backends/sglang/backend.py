@@ -11,8 +11,8 @@ from backends.base import NO_CHANGES
 from backends.control import bearer, get_body, get_status
 from backends.errors import CallEnded, IdentifyFailed, UpstreamError
 from backends.json_body import JsonBody
-from backends.lifecycle import CancelPlan, sglang_cancel_plan
 from backends.sglang.metadata import facts_from
+from backends.sse import DONE_DATA
 from backends.types import EngineFacts, EngineIds, ProbeResult, Worker
 from backends.upstream.base import Headers, UpstreamClient, UpstreamRequest
 
@@ -96,9 +96,9 @@ class SGLangBackend:
             fields["routed_dp_rank"] = b"%d" % dp_rank
         return UpstreamRequest("POST", path, [*sent, *bearer(worker.api_key)], body.with_fields(fields))
 
-    def cancel_plan(self, facts: EngineFacts, *, is_stream: bool, has_own_ids: bool, is_paused: bool) -> CancelPlan:
-        """How a leg is told that its client is gone."""
-        return sglang_cancel_plan(facts.version, is_stream=is_stream, has_own_ids=has_own_ids, is_paused=is_paused)
+    def shows_output(self, event_data: bytes) -> bool:
+        """Every event but the end marker: nothing of a pair depends on it here."""
+        return event_data not in (b"", DONE_DATA)
 
     def abort_request(self, worker: Worker, engine_id: str) -> UpstreamRequest:
         """Build ``POST /abort_request`` for one id.

@@ -10,10 +10,10 @@ from backends.base import NO_CHANGES
 from backends.control import bearer, get_body, get_status
 from backends.errors import CallEnded, IdentifyFailed, UpstreamError
 from backends.json_body import JsonBody
-from backends.lifecycle import CancelPlan
 from backends.types import EngineFacts, EngineIds, ProbeResult, Worker
 from backends.upstream.base import Headers, UpstreamClient, UpstreamRequest
 from backends.vllm.metadata import facts_from
+from backends.vllm.output import has_output
 
 # What the engine puts in front of the id that it was given, by route. Its abort route takes the whole.
 _PREFIXES = {
@@ -66,10 +66,13 @@ class VLLMBackend:
             sent.append((b"x-data-parallel-rank", b"%d" % dp_rank))
         return UpstreamRequest("POST", path, [*sent, *bearer(worker.api_key)], body.with_fields(changes))
 
-    def cancel_plan(self, facts: EngineFacts, *, is_stream: bool, has_own_ids: bool, is_paused: bool) -> CancelPlan:
-        """Closing stops streams and unary calls alike, at once."""
-        del facts, is_stream, has_own_ids, is_paused
-        return CancelPlan.CLOSE
+    def shows_output(self, event_data: bytes) -> bool:
+        """See ``has_output``.
+
+        Raises:
+            AnswerMalformed: It is not of the engine's shape.
+        """
+        return has_output(event_data)
 
     def abort_request(self, worker: Worker, engine_id: str) -> UpstreamRequest:
         """Build ``POST /inference/v1/abort_requests`` for one id; the route is there with ``--enable-scale-out``.

@@ -1,12 +1,12 @@
 """Legs: what cancelling does at each stage, and that everything is given back once."""
 
-import pytest
-
-from backends.leg import Leg, cancel
-from backends.lifecycle import CancelPlan, Cause
+from backends.cancel_policy import CancelPolicy, OnCancel
+from backends.leg import Leg
+from backends.leg_events import Cause, End, LegEnd, LegState, LegTimes, Tick
 from backends.sglang.backend import SGLangBackend
 from backends.types import Worker
 from backends.upstream.base import AnswerHead, Origin, UpstreamRequest
+from backends.vllm.backend import VLLMBackend
 
 
 class Call:
@@ -56,98 +56,156 @@ class Booking:
         self.log.append("release")
 
 
-class Aborter:
-    """An aborter that only takes."""
+class Keeper:
+    """A keeper that notes what it is asked for."""
+
+    times = LegTimes()
 
     def __init__(self) -> None:
-        self.adopted: list[tuple[Leg, CancelPlan]] = []
+        self.log: list[object] = []
+        self.ends: list[End] = []
 
-    def adopt(self, leg: Leg, plan: CancelPlan) -> None:
-        self.adopted.append((leg, plan))
+    def now(self) -> float:
+        return 10.0
+
+    def submit(self, leg: Leg, engine_ids: tuple[str, ...]) -> None:
+        self.log.append(("abort", *engine_ids))
+
+    def wake(self, leg: Leg, at: float) -> None:
+        self.log.append(("wake", at))
+
+    def read_on(self, leg: Leg) -> None:
+        self.log.append("read on")
+
+    def ended(self, leg: Leg, end: End) -> None:
+        self.ends.append(end)
+
+
+CLOSES = CancelPolicy(OnCancel.DROP, is_stream=True)
+ABORTS = CancelPolicy(OnCancel.ABORT, is_stream=False)
+DRAINS = CancelPolicy(OnCancel.DRAIN_TO_FIRST_OUTPUT, is_stream=True)
 
 
 class Parts:
     """A leg and all that it touches."""
 
-    def __init__(self, call: Call) -> None:
-        self.call = call
+    def __init__(self, call: Call | None = None, policy: CancelPolicy = ABORTS, *, is_vllm: bool = False) -> None:
+        self.call = call or Call()
         self.booking = Booking()
-        self.aborter = Aborter()
+        self.keeper = Keeper()
         self.ended: list[Leg] = []
+        self.first_tokens = 0
         self.leg = Leg(
             worker=Worker("w", "http://w", Origin("http", "w", 80)),
-            backend=SGLangBackend(Client()),
-            engine_ids=["e"],
-            call=call,
+            backend=VLLMBackend(Client()) if is_vllm else SGLangBackend(Client()),
+            engine_ids=("e", "f"),
+            policy=policy,
+            call=self.call,
             booking=self.booking,
+            keeper=self.keeper,
             on_end=self.ended.append,
+            on_first_token=self.count,
         )
 
-    def cancel(self, plan: CancelPlan, cause: Cause = Cause.CLIENT_GONE) -> None:
-        cancel(self.leg, cause, plan, self.aborter)
-
-
-HANDED_OVER = [plan for plan in CancelPlan if plan is not CancelPlan.CLOSE]
+    def count(self) -> None:
+        self.first_tokens += 1
 
 
 def test_the_end_gives_everything_back_once() -> None:
-    parts = Parts(Call())
-    stopped: list[str] = []
-    parts.leg.stop_aborting.append(lambda: stopped.append("stopped"))
+    parts = Parts()
     parts.leg.first_token()
+    parts.leg.first_token()
+    assert parts.first_tokens == 1
     parts.leg.end()
     parts.leg.end()
     assert parts.leg.is_ended
-    assert (parts.call.log, parts.booking.log, stopped) == (["close"], ["first_token", "release"], ["stopped"])
-    assert parts.ended == [parts.leg]
+    assert (parts.call.log, parts.booking.log) == (["close"], ["first_token", "release"])
+    assert (parts.ended, parts.keeper.ends) == ([parts.leg], [End(LegEnd.FINISHED)])
+    assert parts.keeper.log == []
 
 
-def test_close_ends_here_and_now() -> None:
-    parts = Parts(Call())
-    parts.cancel(CancelPlan.CLOSE)
-    assert parts.leg.is_ended
-    assert (parts.leg.cause, parts.call.log, parts.aborter.adopted) == (Cause.CLIENT_GONE, ["close"], [])
-
-
-@pytest.mark.parametrize("plan", HANDED_OVER)
-def test_other_plans_hand_the_leg_over(plan: CancelPlan) -> None:
-    parts = Parts(Call())
-    stopped: list[str] = []
-    parts.leg.stop_aborting.append(lambda: stopped.append("stopped"))
-    parts.cancel(plan)
-    assert not parts.leg.is_ended
-    assert parts.leg.is_detached
-    assert (parts.call.log, parts.aborter.adopted) == (["interrupt"], [(parts.leg, plan)])
-    assert stopped == ["stopped"]  # one schedule of aborts at a time
-    assert parts.booking.log == []
-
-
-@pytest.mark.parametrize("plan", CancelPlan)
-@pytest.mark.parametrize(
-    "call",
-    [pytest.param(lambda: Call(is_written=False), id="not written"),
-     pytest.param(lambda: Call(is_complete=True), id="complete")],
-)  # fmt: skip
-def test_a3_3_what_the_engine_does_not_know_or_has_ended_is_only_closed(plan: CancelPlan, call: type[Call]) -> None:
-    parts = Parts(call())
-    parts.cancel(plan)
+def test_a_policy_to_drop_ends_here_and_now() -> None:
+    parts = Parts(policy=CLOSES)
+    parts.leg.cancel(Cause.CLIENT_GONE)
     assert parts.leg.is_ended
     assert not parts.leg.is_detached
-    assert (parts.call.log, parts.aborter.adopted) == (["close"], [])
+    assert (parts.leg.cause, parts.call.log, parts.keeper.log) == (Cause.CLIENT_GONE, ["close"], [])
 
 
-@pytest.mark.parametrize("plan", CancelPlan)
-def test_the_first_cause_stays(plan: CancelPlan) -> None:
-    parts = Parts(Call())
-    parts.cancel(plan, Cause.CLIENT_ABORT)
-    parts.cancel(CancelPlan.CLOSE, Cause.SHUTDOWN)
-    assert parts.leg.cause is Cause.CLIENT_ABORT
-    assert len(parts.call.log) == 1
+def test_other_policies_hand_the_reading_over_and_keep_the_booking() -> None:
+    parts = Parts()
+    parts.leg.cancel(Cause.CLIENT_GONE)
+    assert parts.leg.is_detached
+    assert not parts.leg.is_ended
+    assert (parts.call.log, parts.keeper.log) == (["interrupt"], ["read on", ("wake", 10.0)])
+    parts.leg.on(Tick(10.0, 1.0))
+    assert parts.keeper.log[2:] == [("abort", "e", "f"), ("wake", 18.0)]
+    assert parts.leg.is_told
+    assert parts.booking.log == []
+    parts.leg.cancel(Cause.SHUTDOWN)
+    assert parts.leg.cause is Cause.CLIENT_GONE
 
 
-def test_nothing_happens_after_the_end() -> None:
-    parts = Parts(Call())
+def test_a3_3_what_has_ended_or_was_never_written_is_only_closed() -> None:
+    for call in (Call(is_written=False), Call(is_complete=True)):
+        parts = Parts(call)
+        parts.leg.cancel(Cause.CLIENT_GONE)
+        assert parts.leg.is_ended
+        assert not parts.leg.is_detached
+        assert (parts.call.log, parts.keeper.log) == (["close"], [])
+
+
+def test_called_off_it_is_still_the_exchanges_to_read() -> None:
+    parts = Parts()
+    parts.leg.call_off()
+    assert parts.leg.was_called_off
+    assert (parts.leg.is_detached, parts.leg.is_ended) == (False, False)
+    assert parts.keeper.log == [("wake", 10.0)]
     parts.leg.end()
-    parts.cancel(CancelPlan.ABORT_AND_READ)
-    assert parts.leg.cause is None
-    assert (parts.call.log, parts.aborter.adopted) == (["close"], [])
+    parts.leg.call_off()
+    assert parts.keeper.log == [("wake", 10.0)]
+
+
+def test_items_can_be_called_off_by_their_ids() -> None:
+    parts = Parts()
+    parts.leg.call_off(("f",))
+    parts.leg.on(Tick(10.0, 1.0))
+    assert parts.keeper.log[1] == ("abort", "f")
+
+
+def test_owed_aborts_are_owed_when_everything_is_given_back() -> None:
+    parts = Parts(policy=CancelPolicy(OnCancel.ABORT, is_stream=False, loses_aborts_in_pause=True))
+    parts.leg.cancel(Cause.CLIENT_GONE, is_paused=True)
+    assert parts.leg.is_ended
+    assert (parts.booking.log, parts.keeper.ends, parts.leg.state) == (["release"], [], LegState.OWED)
+    parts.leg.first_token()  # the exchange looks at what it had read, and ends
+    parts.leg.end()
+    assert (parts.booking.log, parts.leg.state) == (["release"], LegState.OWED)
+
+
+def test_revealed_ids_are_aborted_with_the_rest() -> None:
+    parts = Parts()
+    parts.leg.reveal(())
+    parts.leg.reveal(("g",))
+    parts.leg.cancel(Cause.CLIENT_GONE)
+    parts.leg.on(Tick(10.0, 1.0))
+    assert ("abort", "e", "f", "g") in parts.keeper.log
+
+
+ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]}\n\n'
+TOKEN = b'data: {"choices":[{"index":0,"delta":{"content":"a"},"finish_reason":null}]}\n\n'
+
+
+def test_a4_4_where_the_first_output_matters_other_events_are_no_evidence() -> None:
+    parts = Parts(policy=DRAINS, is_vllm=True)
+    parts.leg.saw(ROLE)
+    assert parts.booking.log == []
+    parts.leg.saw(ROLE + TOKEN)
+    parts.leg.saw(b"data: no JSON at all, of no interest now\n\n")
+    assert parts.booking.log == ["first_token"]
+
+
+def test_elsewhere_any_event_is_output() -> None:
+    parts = Parts(policy=CLOSES, is_vllm=True)
+    parts.leg.saw(ROLE)
+    assert parts.booking.log == ["first_token"]

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from backends.lifecycle import Cause
+from backends.leg_events import Cause
 from gateway.live import LiveRequests
 from tests.fakes.running import PATIENCE_S
 

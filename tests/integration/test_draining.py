@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from backends.lifecycle import Cause
+from backends.leg_events import Cause
 from simulator.options import EngineOptions
 from simulator.server import SimulatedEngine
 from tests.fakes.running import PATIENCE_S, TIME_SCALE, running_gateway, until

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from backends.errors import IdentifyFailed
 from backends.json_body import JsonBody
-from backends.lifecycle import CancelPlan
 from backends.sglang.backend import SGLangBackend
-from backends.types import EngineFacts, EngineIds, EngineKind, ProbeResult, Role, Worker
+from backends.types import EngineIds, ProbeResult, Role, Worker
 from backends.upstream.base import Headers, Origin, UpstreamRequest
 from backends.upstream.h1 import H1Client
 from tests.fakes.raw_server import Connection, RawServer, Script, answer, raw_server
@@ -179,10 +178,9 @@ def test_a2_14_extras_reach_the_engine(extras: dict[str, object]) -> None:
     assert orjson.loads(b"".join(request.body)) == {**extras, "rid": BASE}
 
 
-async def test_cancel_plans_follow_the_version(backend: SGLangBackend) -> None:
-    facts = EngineFacts(EngineKind.SGLANG, (0, 5, 20), "0.5.20", "m")
-    plan = backend.cancel_plan(facts, is_stream=True, has_own_ids=True, is_paused=False)
-    assert plan is CancelPlan.ABORT_THEN_CLOSE
+@pytest.mark.parametrize(("data", "expected"), [(b"", False), (b"[DONE]", False), (b'{"text":""}', True)])
+async def test_any_event_shows_output(backend: SGLangBackend, data: bytes, expected: bool) -> None:
+    assert backend.shows_output(data) is expected
 
 
 # Metadata and health.

@@ -7,8 +7,7 @@ import pytest
 
 from backends.errors import IdentifyFailed
 from backends.json_body import JsonBody
-from backends.lifecycle import CancelPlan
-from backends.types import EngineFacts, EngineIds, EngineKind, ProbeResult, Role, Worker
+from backends.types import EngineIds, EngineKind, ProbeResult, Role, Worker
 from backends.upstream.base import Headers, Origin, UpstreamRequest
 from backends.upstream.h1 import H1Client
 from backends.vllm.backend import VLLMBackend
@@ -109,15 +108,9 @@ async def test_an_abort_with_an_empty_id_is_never_built(backend: VLLMBackend) ->
         backend.abort_request(WORKER, "")
 
 
-@pytest.mark.parametrize("is_stream", [True, False])
-@pytest.mark.parametrize("is_paused", [True, False])
-@pytest.mark.parametrize("has_own_ids", [True, False])
-async def test_a_client_that_is_gone_is_told_by_closing(
-    is_stream: bool, is_paused: bool, has_own_ids: bool, backend: VLLMBackend
-) -> None:
-    facts = EngineFacts(EngineKind.VLLM, (), "", "m")
-    plan = backend.cancel_plan(facts, is_stream=is_stream, has_own_ids=has_own_ids, is_paused=is_paused)
-    assert plan is CancelPlan.CLOSE
+async def test_the_role_of_a_chat_is_no_output(backend: VLLMBackend) -> None:
+    assert not backend.shows_output(b'{"choices":[{"delta":{"role":"assistant","content":""}}]}')
+    assert backend.shows_output(b'{"choices":[{"delta":{"content":"a"}}]}')
 
 
 # Metadata and health.
