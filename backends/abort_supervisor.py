@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from backends.base import Backend
 from backends.errors import CallClosed, CallInterrupted, UpstreamError
 from backends.leg import Leg
 from backends.leg_events import End, GivenUp, LegEnd, LegState, LegTimes, Paused, Resumed, Tick, Told
 from backends.sse import EventCutter
 from backends.tasks import OwnedTasks
-from backends.upstream.base import UpstreamClient
+from backends.types import Worker
+from backends.upstream.base import UpstreamClient, UpstreamRequest
 from backends.upstream.fetch import fetch
 
 logger = logging.getLogger("forebay.aborts")
@@ -225,6 +227,31 @@ class AbortSupervisor:
             self._refusing.add(worker.id)
             logger.warning("worker %s takes no aborts (status %d), so its calls are closed instead", worker.id, status)
         return False
+
+    async def abort_all(self, workers: Sequence[tuple[Worker, Backend]]) -> dict[str, int | str]:
+        """Have engines stop everything that they run, whoever sent it, all engines at once.
+
+        Returns:
+            By worker the status of its answer, or why there was none; nothing for engines that know no such request.
+        """
+        statuses: dict[str, int | str] = {}
+
+        async def ask(worker: Worker, request: UpstreamRequest) -> None:
+            try:
+                async with asyncio.timeout(self._call_timeout_s):
+                    status, _ = await fetch(self._client, worker.origin, request)
+                statuses[worker.id] = status
+            except TimeoutError:
+                statuses[worker.id] = "no answer in time"
+            except UpstreamError as exc:
+                statuses[worker.id] = str(exc)
+
+        async with asyncio.TaskGroup() as group:
+            for worker, backend in workers:
+                request = backend.abort_all_request(worker)
+                if request is not None:
+                    group.create_task(ask(worker, request))
+        return statuses
 
     # Reading.
 

@@ -62,6 +62,9 @@ class Backend(Protocol):
     def abort_request(self, worker: Worker, engine_id: str) -> UpstreamRequest:
         """Build the request that tells the engine to stop ``engine_id``."""
 
+    def abort_all_request(self, worker: Worker) -> UpstreamRequest | None:
+        """Build the request that stops everything on the engine; ``None`` if it knows none."""
+
     async def identify(self, worker: Worker, timeout_s: float) -> EngineFacts:
         """Read the engine's metadata.
 

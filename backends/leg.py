@@ -81,6 +81,7 @@ class Leg:
         can_be_aborted: The engine takes aborts for it; where not, closing is all there is.
         is_detached: Its keeper reads it.
         is_ended: Everything is given back.
+        reveals_ids: See above.
         was_called_off: Its client has asked for an abort of all of it, or of an item.
     """
 
@@ -98,6 +99,7 @@ class Leg:
         "is_detached",
         "is_ended",
         "policy",
+        "reveals_ids",
         "was_called_off",
         "worker",
     )
@@ -122,6 +124,7 @@ class Leg:
         self.policy = policy
         self.call = call
         self.can_be_aborted = reveals_ids or bool(engine_ids)
+        self.reveals_ids = reveals_ids
         self.is_detached = False
         self.is_ended = False
         self.was_called_off = False
@@ -146,6 +149,11 @@ class Leg:
     def is_told(self) -> bool:
         """An abort of all of it has been submitted."""
         return self._machine.is_told
+
+    @property
+    def has_output(self) -> bool:
+        """Its engine has produced something."""
+        return self._has_output
 
     def first_token(self) -> None:
         """The engine has produced something; only the first call counts."""

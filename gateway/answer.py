@@ -5,7 +5,7 @@ for verdict and usage. The rest is bytes with ids replaced.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -38,7 +38,7 @@ _ABORT = (b'"type":"abort"', b'"finish_reason":"abort"')
 _FAILED_EVENTS = frozenset({b"error", b"response.failed"})
 _FAILED_RESPONSE = b'"status":"failed"'
 _ERROR_EVENT = b'data: {"error"'
-# Longer than anything that is looked for in an answer that comes in pieces.
+# Longer than anything that is looked for in pieces.
 _TAIL_BYTES = 64
 # A single byte is found ten times sooner than a word, which only pays where there is much to look through.
 _GATE_BYTES = 4096
@@ -192,6 +192,7 @@ class StreamAnswer:
         ids: Replaces engine ids.
         max_event_bytes: Bound of one event.
         last_events: Names of the events that end a stream; where there are none, ``[DONE]`` ends it.
+        look: Shown every block of whole events as the engine sent it.
     """
 
     __slots__ = (
@@ -201,13 +202,21 @@ class StreamAnswer:
         "_ids",
         "_last",
         "_last_events",
+        "_look",
         "_saw_done",
         "_usage_pieces",
         "bytes_in",
         "events_seen",
     )
 
-    def __init__(self, ids: IdMap, max_event_bytes: int, last_events: frozenset[bytes] = frozenset()) -> None:
+    def __init__(
+        self,
+        ids: IdMap,
+        max_event_bytes: int,
+        last_events: frozenset[bytes] = frozenset(),
+        look: Callable[[bytes], None] | None = None,
+    ) -> None:
+        self._look = look
         self._last_events = last_events
         self._ids = ids
         self._cutter = EventCutter(max_event_bytes)
@@ -229,6 +238,8 @@ class StreamAnswer:
         block = self._cutter.feed(data)
         if not block:
             return b""
+        if self._look is not None:
+            self._look(block)
         block = self._ids.apply(block)
         if self._last_events and b"[DONE]" in block[-_TAIL_BYTES:]:
             # No end here, though a client may take it for one and miss an error behind it.
@@ -255,11 +266,6 @@ class StreamAnswer:
         payloads = [data_of(event) for event in events(block)]
         self._saw_done = self._saw_done or DONE_DATA in payloads
         return all(payload in (b"", DONE_DATA) for payload in payloads)
-
-    @property
-    def partial_bytes(self) -> int:
-        """Bytes of an event that never ended."""
-        return self._cutter.held_bytes
 
     def verdict(self, *, was_aborted: bool) -> Verdict:
         """The verdict, once the engine's stream has ended."""

@@ -31,6 +31,7 @@ from gateway.api.refusals import install_error_shape
 from gateway.api.workers import workers_router
 from gateway.auth import Keys
 from gateway.data_plane import DataPlane
+from gateway.deadlines import TimeLimits
 from gateway.fleet_control import FleetControl
 from gateway.lifespan import WatchTimes
 from gateway.live import LiveLegs, LiveRequests
@@ -127,6 +128,12 @@ class Gateway:
                 sse_done_after_error=settings.sse_done_after_error,
                 sse_keepalive_s=settings.sse_keepalive_s,
                 folds_unary=settings.upstream_mode == "incremental",
+                native_n=settings.native_n,
+                time=TimeLimits(
+                    settings.request_timeout_s or 0.0,
+                    settings.first_token_timeout_s or 0.0,
+                    settings.stall_timeout_s or 0.0,
+                ),
             ),
             fleet=fleet,
             policy=make_policy(settings.policy, settings.seed),

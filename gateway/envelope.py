@@ -40,6 +40,13 @@ READ_FIELDS = INTERNAL_FIELDS | {
     "return_logprob",
     "top_logprobs",
     "top_logprobs_num",
+    "seed",
+    "best_of",
+    "use_beam_search",
+    "background",
+    "session_id",
+    "session_params",
+    "return_spec_tokens_details",
     FLAT_OUTPUT,
 }
 
@@ -48,6 +55,7 @@ PASSED_HEADER_PREFIX = b"x-sglext-"
 MAX_ID_CHARS = 256
 # No batch of a trainer is near it, and an engine that is asked for a million samples is gone for everybody.
 MAX_SEQUENCES = 65_536
+_LAX_COUNT = re.compile(rb'"?\s*\+?(\d{1,6})(?:\.0*)?\s*"?')
 _LAX_TRUE = frozenset({b"true", b'"true"', b'"1"', b'"yes"', b'"on"', b'"y"', b'"t"', b"1", b"1.0"})
 _strings = msgspec.json.Decoder(list[str])
 _items = msgspec.json.Decoder(list[msgspec.Raw])
@@ -287,12 +295,12 @@ def _count(text: bytes) -> int:
 
 
 def _samples(body: JsonBody, route: Route) -> int:
-    """``n`` where it can be read; the engine judges what cannot."""
+    """``n`` where it can be read, in any of the spellings that the engines take; they judge what cannot."""
     if route.dialect is not Dialect.NATIVE:
-        text = body.text("n")
-        return max(int(text), 1) if text.isdigit() and len(text) < 6 else 1
+        match = _LAX_COUNT.fullmatch(body.text("n"))
+        return max(int(match[1]), 1) if match else 1
     text = body.text("sampling_params")
-    if b'"n"' not in text:
+    if b'"n"' not in text and b"\\" not in text:
         return 1
     try:
         found: Sequence[Sampling] = _samplings.decode(text) if text.startswith(b"[") else [_sampling.decode(text)]

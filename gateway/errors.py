@@ -153,6 +153,7 @@ ABORTED = ErrorReport(499, "aborted", "the request was aborted", Outcome.ABORTED
 WORKER_REMOVED = ErrorReport(
     503, "unavailable", "the worker was removed", Outcome.SHUTDOWN, retry_after_s=RETRY_AFTER_S
 )
+TIMED_OUT = ErrorReport(504, "timeout", "the request took too long", Outcome.TIMEOUT)
 ENGINE_DIED = ErrorReport(
     502, "engine_died", "two engines died under this request, so it is not tried again", Outcome.ENGINE_ERROR
 )

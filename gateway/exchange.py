@@ -3,6 +3,7 @@
 Knows neither ASGI nor an engine's field names. Ends in exactly one outcome, whatever goes wrong.
 """
 
+import asyncio
 import logging
 
 from backends.errors import (
@@ -13,11 +14,11 @@ from backends.errors import (
     RequestUnsendable,
     UpstreamError,
 )
-from backends.leg import Leg
 from backends.leg_events import Cause
 from gateway.access_log import AccessRecord
 from gateway.answer import Usage, Verdict
 from gateway.attempts import Attempts, Failure
+from gateway.deadlines import Deadlines
 from gateway.downstream import ClientRequest, Downstream
 from gateway.envelope import Envelope, header_value, parse_envelope
 from gateway.errors import (
@@ -50,6 +51,8 @@ _STOPPED = {
     Cause.WORKER_REMOVED: WORKER_REMOVED,
     Cause.CLIENT_ABORT: ABORTED,
 }
+# A client that is to be told that its request was stopped, and does not read that, has its connection ended.
+TELL_CLIENT_S = 1.0
 _WORKERS_FAULT = frozenset({Outcome.ENGINE_ERROR, Outcome.TRUNCATED})
 # What a request brings upon itself on any worker.
 _REQUESTS_FAULT = (AnswerTooLarge, RequestUnsendable)
@@ -69,6 +72,7 @@ class Exchange:
         "_attempts",
         "_bytes_in",
         "_cause",
+        "_deadlines",
         "_downstream",
         "_engine_ids",
         "_envelope",
@@ -80,8 +84,11 @@ class Exchange:
         "_report",
         "_request",
         "_route",
+        "_sample_ids",
         "_services",
         "_started_at",
+        "_stop_report",
+        "_tell_timer",
         "_usage",
     )
 
@@ -97,9 +104,13 @@ class Exchange:
         self._model = ""
         self._placed: Placed | None = None
         self._engine_ids: list[str] = []
+        self._sample_ids: tuple[str, ...] = ()
         self._attempts = Attempts(services.limits.max_attempts)
         self._bytes_in = 0
         self._cause: Cause | None = None
+        self._stop_report: ErrorReport | None = None
+        self._deadlines: Deadlines | None = None
+        self._tell_timer: asyncio.TimerHandle | None = None
         self._outcome: Outcome | None = None
         self._report: ErrorReport | None = None
         self._usage = Usage()
@@ -109,6 +120,9 @@ class Exchange:
         """Serve the request whose whole body is ``body``; returns when the client has its answer or is gone."""
         self._bytes_in = len(body)
         self._downstream.watch(self._client_gone)
+        limits = self._services.limits.time
+        if not limits.are_off:
+            self._deadlines = Deadlines(limits, self, self._services.clock, self._expire)
         try:
             if self._cause is None:
                 self._settle(await self._serve(body))
@@ -147,37 +161,58 @@ class Exchange:
         self._cause = cause
         if self._placed is not None:
             self._cancel(self._placed, cause)
+        if cause is not Cause.CLIENT_GONE:  # one that does not read would hold the request for ever
+            self._tell_timer = asyncio.get_running_loop().call_later(TELL_CLIENT_S, self._downstream.abort)
+
+    def _expire(self, report: ErrorReport) -> None:
+        self._stop_report = report
+        self.stop(Cause.DEADLINE)
+
+    @property
+    def awaits_output(self) -> bool:
+        """No output yet of what will show some before its end; see ``deadlines.Watched``."""
+        placed = self._placed
+        return placed is None or (placed.is_stream and not any(leg.has_output for leg in placed.legs))
+
+    @property
+    def silent_since(self) -> float | None:
+        """Since when the engine has been silent inside an answer; see ``deadlines.Watched``."""
+        return self._relay.silent_since
 
     def is_on(self, worker_id: str) -> bool:
         """Whether that worker serves the request now; see ``LiveRequest.is_on``."""
         placed = self._placed
-        return placed is not None and placed.leg.worker.id == worker_id and not placed.leg.is_ended
+        return placed is not None and placed.worker_id == worker_id and any(not leg.is_ended for leg in placed.legs)
 
     def abort(self, item_id: str | None) -> str | None:
         """Have the engine stop the request or an item of it; see ``LiveRequest.abort``."""
         placed, envelope = self._placed, self._envelope
         if placed is None or envelope is None:
             return None
-        if placed.leg.is_ended:
+        live = [leg for leg in placed.legs if not leg.is_ended]
+        if not live:
             if self._outcome is not None or self._cause is not None:
                 return None
             self.stop(Cause.CLIENT_ABORT)  # between two attempts: there is to be no other one
-            return placed.leg.worker.id
-        ids = placed.leg.engine_ids
-        if not placed.leg.can_be_aborted:  # the engine takes no abort for it, so that closing is all there is
+            return placed.worker_id
+        if not all(leg.can_be_aborted for leg in live):  # closing is all there is
             self.stop(Cause.CLIENT_ABORT)
-            return placed.leg.worker.id
-        is_item = item_id is not None and len(ids) > 1
-        items = (ids[envelope.item_ids.index(item_id)],) if is_item and item_id is not None else ()
-        placed.leg.call_off(items, is_paused=placed.member.is_paused)
-        return placed.leg.worker.id
+            return placed.worker_id
+        index = envelope.item_ids.index(item_id) if item_id in envelope.item_ids else None
+        if item_id in placed.sample_ids:
+            live = [leg for leg in (placed.legs[placed.sample_ids.index(item_id)],) if not leg.is_ended]
+        for leg in live:
+            items = (leg.engine_ids[index],) if index is not None and len(leg.engine_ids) > 1 else ()
+            leg.call_off(items, is_paused=placed.member.is_paused)
+        return placed.worker_id if live else None
 
     def _client_gone(self) -> None:
         self.stop(Cause.CLIENT_GONE)
 
     def _cancel(self, placed: Placed, cause: Cause) -> None:
         placed.member.breaker.released()  # it may have been the trial, of which nothing will be known
-        placed.leg.cancel(cause, is_paused=placed.member.is_paused)
+        for leg in placed.legs:
+            leg.cancel(cause, is_paused=placed.member.is_paused)
 
     # Serving.
 
@@ -206,6 +241,9 @@ class Exchange:
             services.metrics.route_seconds(services.clock() - started)
             self._attempts.begin()
             self._engine_ids += placed.sent_ids
+            if placed.sample_ids and not self._sample_ids:
+                self._sample_ids = placed.sample_ids
+                services.live.name_items(self, self._sample_ids)
             self._relay.identify(envelope, placed, self._attempts.count)
             try:
                 verdict = await self._relay.forward(placed)
@@ -213,21 +251,21 @@ class Exchange:
                 if not await self._try_another(envelope, placed, exc):
                     raise
             else:
-                services.metrics.attempt(placed.leg.worker.id, str(verdict.outcome))
+                services.metrics.attempt(placed.worker_id, str(verdict.outcome))
                 self._judge(placed, failed=verdict.outcome in _WORKERS_FAULT)
-                self._end(placed.leg)
+                self._end(placed)
                 return verdict
 
     async def _try_another(self, envelope: Envelope, placed: Placed, error: Exception) -> bool:
         """After a failed attempt: settle it, and say whether the request goes to another worker."""
-        worker = placed.leg.worker
+        worker = placed.member.worker
         report = report_of(error)
         self._services.metrics.attempt(worker.id, str(report.outcome))
         logger.info("request %s on %s: %s", self._public_id, worker.id, error)
         is_busy = report.type == "overloaded" or isinstance(error, _REQUESTS_FAULT)
         is_stale = isinstance(error, ConnectionDropped) and error.was_reused
         self._judge(placed, failed=report.status >= 500 and not is_busy and not is_stale)
-        self._end(placed.leg)
+        self._end(placed)
         failure = await self._failure(placed, error, report)
         if failure in (Failure.UNREACHABLE, Failure.DIED):
             placed.member.lost_contact(str(error))
@@ -242,7 +280,7 @@ class Exchange:
             return Failure.UNREACHABLE
         if isinstance(error, ConnectionDropped) and self._cause is None:
             # Whether the worker is still there decides if another one may be risked for this request.
-            if not await self._services.is_alive(placed.leg.worker):
+            if not await self._services.is_alive(placed.member.worker):
                 return Failure.DIED
             return Failure.STALE if error.was_reused else Failure.DROPPED
         if isinstance(error, EngineRefused) and report.status == 503:
@@ -266,9 +304,10 @@ class Exchange:
             return False
         return True
 
-    def _end(self, leg: Leg) -> None:
-        if not leg.is_detached:
-            leg.end()
+    def _end(self, placed: Placed) -> None:
+        for leg in placed.legs:
+            if not leg.is_detached:
+                leg.end()
 
     def _settle(self, verdict: Verdict) -> None:
         self._usage = verdict.usage
@@ -298,9 +337,11 @@ class Exchange:
     async def _finish(self) -> None:
         """End what is left and write the one record; runs exactly once, on every way out."""
         self._downstream.watch(None)
+        if self._deadlines is not None:
+            self._deadlines.cancel()
         if self._placed is not None:
-            self._end(self._placed.leg)
-        report = _STOPPED.get(self._cause) if self._cause is not None else None
+            self._end(self._placed)
+        report = self._stop_report or (_STOPPED.get(self._cause) if self._cause is not None else None)
         if self._outcome is None and report is not None:
             self._report = report
             self._outcome = report.outcome
@@ -308,7 +349,9 @@ class Exchange:
         elif self._outcome is None:
             self._report = CLIENT_GONE
             self._outcome = Outcome.CLIENT_CLOSED
-        ids = (self._public_id, *self._envelope.item_ids) if self._envelope else ()
+        if self._tell_timer is not None:
+            self._tell_timer.cancel()
+        ids = (self._public_id, *self._envelope.item_ids, *self._sample_ids) if self._envelope else ()
         self._services.live.remove(self, ids)
         self._record(self._outcome or Outcome.ENGINE_ERROR)
 
@@ -330,7 +373,7 @@ class Exchange:
                 outcome=outcome,
                 request_id=self._public_id or None,
                 engine_ids=tuple(self._engine_ids),
-                worker=placed.leg.worker.id if placed else None,
+                worker=placed.worker_id if placed else None,
                 dp_rank=placed.dp_rank if placed else None,
                 attempts=self._attempts.count,
                 stream=envelope.is_stream if envelope else False,

@@ -60,9 +60,12 @@ class LiveRequests:
     def name(self, request: LiveRequest, public_id: str, item_ids: tuple[str, ...]) -> None:
         """The ids of ``request`` are known."""
         self._by_id.setdefault(public_id, []).append((request, None))
+        self.name_items(request, tuple(item_id for item_id in item_ids if item_id != public_id))
+
+    def name_items(self, request: LiveRequest, item_ids: tuple[str, ...]) -> None:
+        """The ids of parts of ``request`` are known."""
         for item_id in item_ids:
-            if item_id != public_id:
-                self._by_id.setdefault(item_id, []).append((request, item_id))
+            self._by_id.setdefault(item_id, []).append((request, item_id))
 
     def find(self, public_id: str) -> tuple[tuple[LiveRequest, str | None], ...]:
         """Requests known under an id, with the item that the id stands for (``None``: all of the request)."""

@@ -1,21 +1,23 @@
 """From an envelope to a leg: choose a rank, book it, send the request. One step, without an await in between."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from backends.base import NO_CHANGES
 from backends.cancel_policy import LegKind, abort_capability, cancel_policy
 from backends.leg import Leg
-from backends.types import EngineFacts, EngineKind
+from backends.types import EngineFacts, EngineIds, EngineKind
 from gateway.envelope import Envelope
 from gateway.errors import NATIVE_ON_VLLM, GatewayError
+from gateway.expand import choice_changes, choice_ids, expands
 from gateway.fold import Fold, fold_changes, new_fold, stays_unary
 from gateway.ids import IdMap, id_map
 from gateway.routes import FOLDED_PATHS, Dialect, Route
 from gateway.services import Services
 from routers.errors import NoReadyWorker
 from routers.fleet import Fleet, Member
+from routers.load import RankLoad
 from routers.types import Candidate, RouteRequest
 
 
@@ -26,26 +28,46 @@ class Placed:
     Not changed after it is made; not frozen, since making a frozen one takes several times as long.
 
     Attributes:
-        leg: The upstream request; the exchange ends it.
+        legs: The upstream requests, mostly one; several are the samples of a request that was taken apart. The exchange
+            ends them.
         member: The worker in the fleet.
         facts: What its engine said when the request was placed.
         dp_rank: Rank that was chosen, ``None`` when the worker has only one.
         overlap_blocks: Prompt blocks cached there, ``None`` if the policy did not look.
-        ids: Rewrites the answer's ids.
+        ids_of_legs: Rewrites the ids in each leg's answer.
         is_stream: The engine was asked to stream.
         new_fold: Makes what turns a stream into the unary answer, given its bound; ``None`` where that cannot be.
         sent_ids: Ids given to the engine.
+        batch_size: Items of the batch, ``None`` for a single request.
+        sample_ids: Public ids of the legs, where each is a sample of one prompt; else empty.
     """
 
-    leg: Leg
+    legs: tuple[Leg, ...]
     member: Member
     facts: EngineFacts
     dp_rank: int | None
     overlap_blocks: int | None
-    ids: IdMap
+    ids_of_legs: tuple[IdMap, ...]
     is_stream: bool
     new_fold: Callable[[int], Fold] | None
     sent_ids: tuple[str, ...]
+    batch_size: int | None
+    sample_ids: tuple[str, ...]
+
+    @property
+    def leg(self) -> Leg:
+        """The first leg, and mostly the only one."""
+        return self.legs[0]
+
+    @property
+    def ids(self) -> IdMap:
+        """Rewrites the ids in the first leg's answer."""
+        return self.ids_of_legs[0]
+
+    @property
+    def worker_id(self) -> str:
+        """Id of the worker."""
+        return self.member.worker.id
 
 
 def place(services: Services, route: Route, envelope: Envelope, model: str, failed: set[str]) -> Placed:
@@ -69,73 +91,179 @@ def place(services: Services, route: Route, envelope: Envelope, model: str, fail
     assert member is not None
     assert member.facts is not None
     facts = member.facts
-    backend = services.backends[facts.engine]
-    engine_ids = backend.engine_ids(
-        route.path, services.new_id(), batch_size=envelope.batch_size, samples=envelope.samples
-    )
-    dp_rank = key.dp_rank if facts.dp_size > 1 else None
     folds = services.limits.folds_unary and _can_fold(route, envelope, facts)
-    booking = choice.candidate.load.book(
-        requests=envelope.sequences,
-        blocks=-(-envelope.prompt_tokens // facts.page_size),
-        prefill_tokens=envelope.prompt_tokens,
+    sender = _Sender(
+        services,
+        route,
+        envelope,
+        member,
+        facts,
+        choice.candidate.load,
+        key.dp_rank if facts.dp_size > 1 else None,
+        is_stream=envelope.is_stream or folds,
     )
-    try:
-        request = backend.generation_request(
-            member.worker,
-            route.path,
-            envelope.body,
-            engine_ids,
-            dp_rank=dp_rank,
-            is_stream=envelope.is_stream or folds,
-            headers=envelope.headers,
-            changes=fold_changes(route.dialect, facts.engine) if folds else NO_CHANGES,
-        )
-        call = services.client.send(member.worker.origin, request)
-    except BaseException:
-        booking.release()
-        raise
-    is_stream = envelope.is_stream or folds
-    reveals_ids = engine_ids.has_children and is_stream
-    is_trial = member.worker.id in services.fleet.tripped
-    leg = Leg(
-        worker=member.worker,
-        backend=backend,
-        engine_ids=engine_ids.abortable,
-        policy=cancel_policy(
-            facts.engine,
-            abort_capability(facts.engine, facts.version),
-            kind=LegKind.AGGREGATED,
-            is_stream=is_stream,
-            has_ids=reveals_ids or bool(engine_ids.abortable),
-        ),
-        call=call,
-        booking=booking,
-        keeper=services.aborter,
-        reveals_ids=reveals_ids,
-        on_end=services.legs.ended,
-        on_first_token=functools.partial(services.fleet.answering, member) if is_trial else None,
-    )
-    services.legs.add(leg)
-    if is_trial:
-        services.fleet.sent(member, services.clock())
-    ids = id_map(
-        engine_ids,
-        envelope.public_id,
-        envelope.item_ids,
-        has_one_id=route.dialect is not Dialect.NATIVE and not envelope.is_stream,
-    )
+    if expands(route, facts.engine, envelope, is_streamed=sender.is_stream, native_n=services.limits.native_n):
+        sender.send_samples()
+    else:
+        sender.send_whole(fold_changes(route.dialect, facts.engine) if folds else NO_CHANGES)
     return Placed(
-        leg=leg,
+        legs=tuple(sender.legs),
         member=member,
         facts=facts,
-        dp_rank=dp_rank,
+        dp_rank=sender.dp_rank,
         overlap_blocks=choice.overlap_blocks,
-        ids=ids,
-        is_stream=is_stream,
+        ids_of_legs=tuple(sender.ids),
+        is_stream=sender.is_stream,
         new_fold=functools.partial(_fold, route, envelope, facts) if route.path in FOLDED_PATHS else None,
-        sent_ids=engine_ids.sent,
+        sent_ids=tuple(sender.sent_ids),
+        batch_size=envelope.batch_size,
+        sample_ids=_sample_ids(sender.legs, envelope),
     )
+
+
+def _sample_ids(legs: list[Leg], envelope: Envelope) -> tuple[str, ...]:
+    if len(legs) == 1 or envelope.batch_size is not None:
+        return ()
+    return tuple(f"{envelope.public_id}_{index}" for index in range(len(legs)))
+
+
+class _Sender:
+    """Sends the legs of one request to the rank that was chosen for it.
+
+    Attributes:
+        legs: What was sent.
+        ids: Rewrites the ids in each leg's answer.
+        sent_ids: Ids given to the engine.
+    """
+
+    __slots__ = (
+        "_envelope",
+        "_facts",
+        "_load",
+        "_member",
+        "_route",
+        "_services",
+        "dp_rank",
+        "ids",
+        "is_stream",
+        "legs",
+        "sent_ids",
+    )
+
+    def __init__(
+        self,
+        services: Services,
+        route: Route,
+        envelope: Envelope,
+        member: Member,
+        facts: EngineFacts,
+        load: RankLoad,
+        dp_rank: int | None,
+        *,
+        is_stream: bool,
+    ) -> None:
+        self._services = services
+        self._route = route
+        self._envelope = envelope
+        self._member = member
+        self._facts = facts
+        self._load = load
+        self.dp_rank = dp_rank
+        self.is_stream = is_stream
+        self.legs: list[Leg] = []
+        self.ids: list[IdMap] = []
+        self.sent_ids: list[str] = []
+
+    @property
+    def _has_one_id(self) -> bool:
+        return self._route.dialect is not Dialect.NATIVE and not self._envelope.is_stream
+
+    def send_whole(self, changes: Mapping[str, bytes]) -> None:
+        """Send the request as it is, but for ``changes``."""
+        envelope = self._envelope
+        engine_ids = self._engine_ids(envelope.samples)
+        self._send(engine_ids, changes, requests=envelope.sequences, prompt_tokens=envelope.prompt_tokens)
+        self.ids.append(id_map(engine_ids, envelope.public_id, envelope.item_ids, has_one_id=self._has_one_id))
+
+    def send_samples(self) -> None:
+        """Send one request for each sample, all to one rank, where the prompt lies after the first of them."""
+        envelope = self._envelope
+        for choice in range(envelope.samples):
+            engine_ids = self._engine_ids(1)
+            try:
+                self._send(
+                    engine_ids,
+                    choice_changes(self._route, envelope.body, choice),
+                    requests=envelope.batch_size or 1,
+                    prompt_tokens=0 if choice else envelope.prompt_tokens,
+                )
+            except BaseException:
+                for leg in self.legs:
+                    leg.end()
+                raise
+            self.ids.append(
+                choice_ids(
+                    engine_ids,
+                    envelope.public_id,
+                    batch_size=envelope.batch_size,
+                    choice=choice,
+                    count=envelope.samples,
+                    has_one_id=self._has_one_id,
+                )
+            )
+
+    def _engine_ids(self, samples: int) -> EngineIds:
+        backend = self._services.backends[self._facts.engine]
+        return backend.engine_ids(
+            self._route.path, self._services.new_id(), batch_size=self._envelope.batch_size, samples=samples
+        )
+
+    def _send(self, engine_ids: EngineIds, changes: Mapping[str, bytes], *, requests: int, prompt_tokens: int) -> None:
+        services, member, facts = self._services, self._member, self._facts
+        backend = services.backends[facts.engine]
+        booking = self._load.book(
+            requests=requests, blocks=-(-prompt_tokens // facts.page_size), prefill_tokens=prompt_tokens
+        )
+        try:
+            request = backend.generation_request(
+                member.worker,
+                self._route.path,
+                self._envelope.body,
+                engine_ids,
+                dp_rank=self.dp_rank,
+                is_stream=self.is_stream,
+                headers=self._envelope.headers,
+                changes=changes,
+            )
+            call = services.client.send(member.worker.origin, request)
+        except BaseException:
+            booking.release()
+            raise
+        is_trial = member.worker.id in services.fleet.tripped
+        reveals_ids = engine_ids.has_children and self.is_stream
+        leg = Leg(
+            worker=member.worker,
+            backend=backend,
+            engine_ids=engine_ids.abortable,
+            policy=cancel_policy(
+                facts.engine,
+                abort_capability(facts.engine, facts.version),
+                kind=LegKind.AGGREGATED,
+                is_stream=self.is_stream,
+                has_ids=reveals_ids or bool(engine_ids.abortable),
+            ),
+            call=call,
+            booking=booking,
+            keeper=services.aborter,
+            reveals_ids=reveals_ids,
+            on_end=services.legs.ended,
+            on_first_token=functools.partial(services.fleet.answering, member) if is_trial else None,
+        )
+        services.legs.add(leg)
+        if is_trial:
+            services.fleet.sent(member, services.clock())
+        self.legs.append(leg)
+        self.sent_ids += engine_ids.sent
 
 
 def eligible(

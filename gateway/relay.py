@@ -11,28 +11,29 @@ from gateway.answer import (
     StreamAnswer,
     Usage,
     Verdict,
-    engine_message,
     first_data,
     passed_headers,
     refusal_in,
     unary_verdict,
 )
+from gateway.child_ids import revealed
 from gateway.downstream import Downstream
 from gateway.envelope import Envelope
 from gateway.errors import (
     ABORTED,
-    BACKEND_AUTH,
     EngineRefused,
     ErrorReport,
     GatewayError,
-    engine_failure,
     report_of,
 )
 from gateway.fold import FoldIncomplete
+from gateway.merge import merge
 from gateway.outcome import Outcome
 from gateway.placement import Placed
 from gateway.routes import LAST_EVENTS, Dialect
+from gateway.samples import read_samples
 from gateway.services import Limits
+from gateway.unary import refusal_of
 
 EVENT_STREAM = "text/event-stream"
 JSON = "application/json"
@@ -52,6 +53,7 @@ class AnswerRelay:
         first_byte_at: Clock of the first byte that was sent.
         bytes_out: Body bytes sent.
         events_seen: Events that passed, an estimate of tokens.
+        silent_since: Clock since which more of an answer that has begun is awaited from the engine; ``None`` if not.
     """
 
     __slots__ = (
@@ -67,6 +69,7 @@ class AnswerRelay:
         "events_seen",
         "first_byte_at",
         "headers",
+        "silent_since",
         "status",
     )
 
@@ -82,6 +85,7 @@ class AnswerRelay:
         self.headers: Headers = []
         self.status = 0
         self.first_byte_at: float | None = None
+        self.silent_since: float | None = None
         self.bytes_out = 0
         self.events_seen = 0
 
@@ -110,39 +114,17 @@ class AnswerRelay:
             EngineRefused: The same, and the engine has said why.
             CallEnded: This side stopped the leg.
         """
+        if len(placed.legs) > 1:
+            return await self._samples(placed)
         head = await self._head(placed)
         placed.member.last_byte_at = self._clock()
         if not 200 <= head.status < 300:
-            raise await self._refusal(placed, head)
+            raise await refusal_of(placed.leg.call, placed.ids, head, self._limits.max_response_bytes)
         if head.content_type == EVENT_STREAM:
             return await (self._stream(placed, head) if self._wants_stream else self._folded(placed, head))
         if head.content_type == JSON and not self.status:
             return await self._body(placed, head)
         raise AnswerMalformed(f"content type {head.content_type!r} with status {head.status}")
-
-    async def _refusal(self, placed: Placed, head: AnswerHead) -> GatewayError:
-        """The engine's error answer as an exception; its 4xx bodies are the client's."""
-        body = placed.ids.apply(await self._read_whole(placed, head, self._limits.max_response_bytes))
-        message = engine_message(body)
-        if head.status in (401, 403):
-            return GatewayError(BACKEND_AUTH)
-        if not 400 <= head.status < 500:
-            return EngineRefused(engine_failure(head.status, message))
-        outcome = Outcome.OVERLOADED if head.status == 429 else Outcome.REJECTED
-        report = ErrorReport(head.status, "invalid_request", message, outcome)
-        return EngineRefused(report, body=body, headers=passed_headers(head))
-
-    async def _read_whole(self, placed: Placed, head: AnswerHead, limit_bytes: int) -> bytes:
-        if head.content_length is not None and head.content_length > limit_bytes:
-            raise AnswerTooLarge(limit_bytes)
-        parts: list[bytes] = []
-        size = 0
-        while data := await placed.leg.call.read():
-            size += len(data)
-            if size > limit_bytes:
-                raise AnswerTooLarge(limit_bytes)
-            parts.append(data)
-        return b"".join(parts)
 
     async def _start(self, status: int, headers: Headers) -> None:
         self.status = status
@@ -150,6 +132,7 @@ class AnswerRelay:
         await self._downstream.start(status, [*headers, *self.headers])
 
     async def _write(self, data: bytes) -> None:
+        self.silent_since = None
         self.bytes_out += len(data)
         await self._downstream.write(data)
 
@@ -157,7 +140,13 @@ class AnswerRelay:
 
     async def _stream(self, placed: Placed, head: AnswerHead) -> Verdict:
         call = placed.leg.call
-        answer = StreamAnswer(placed.ids, self._limits.max_response_bytes, LAST_EVENTS.get(self._dialect, frozenset()))
+        leg = placed.leg
+        answer = StreamAnswer(
+            placed.ids,
+            self._limits.max_response_bytes,
+            LAST_EVENTS.get(self._dialect, frozenset()),
+            look=(lambda seen: leg.reveal(revealed(seen))) if leg.reveals_ids else None,
+        )
         block = first = b""
         while not first:
             data = await self._read(placed)
@@ -177,12 +166,13 @@ class AnswerRelay:
             while not call.is_complete:
                 if block:
                     await self._write(block)
-                placed.member.last_byte_at = self._clock()
+                placed.member.last_byte_at = self.silent_since = self._clock()
                 block = answer.feed(await self._read(placed))
         except UpstreamError as exc:
             return await self._cut(answer, exc)
         finally:
             self.events_seen = answer.events_seen
+            self.silent_since = None
         verdict = answer.verdict(was_aborted=placed.leg.was_called_off)
         if not verdict.is_terminated:
             if block:
@@ -213,9 +203,11 @@ class AnswerRelay:
         limit_bytes = self._limits.max_response_bytes
         fold, cutter = placed.new_fold(limit_bytes), EventCutter(limit_bytes)
         while data := await placed.leg.call.read():
-            placed.member.last_byte_at = self._clock()
+            placed.member.last_byte_at = self.silent_since = self._clock()
             if block := cutter.feed(data):
                 placed.leg.first_token()
+                if placed.leg.reveals_ids:
+                    placed.leg.reveal(revealed(block))
                 fold.feed(placed.ids.apply(block))
         try:
             body = fold.result()
@@ -294,6 +286,7 @@ class AnswerRelay:
         parts: list[bytes] = []
         size = 0
         while size <= buffer_bytes and (data := await call.read()):
+            self.silent_since = self._clock()
             size += len(data)
             parts.append(data)
         placed.leg.first_token()
@@ -306,8 +299,16 @@ class AnswerRelay:
             raise AnswerTooLarge(limit_bytes)
         return await self._long_body(placed, head, parts)
 
+    async def _samples(self, placed: Placed) -> Verdict:
+        """The answers to the legs of a request that was taken apart, put together."""
+        head, answers = await read_samples(placed, self._limits.max_response_bytes, self._clock)
+        body = merge(self._dialect, answers, batch_size=placed.batch_size)
+        await self._send_whole(200, passed_headers(head), body)
+        return unary_verdict(body, self._dialect)
+
     async def _send_whole(self, status: int, headers: Headers, body: bytes) -> None:
         self.status = status
+        self.silent_since = None
         self.first_byte_at = self._clock()
         self.bytes_out += len(body)
         await self._downstream.answer(status, [*headers, (b"content-length", b"%d" % len(body)), *self.headers], body)
@@ -325,7 +326,7 @@ class AnswerRelay:
                     await self._write(ready)
             begun.clear()
             while data := await call.read():
-                placed.member.last_byte_at = self._clock()
+                placed.member.last_byte_at = self.silent_since = self._clock()
                 ready = answer.feed(data)
                 if answer.bytes_in > self._limits.max_response_bytes:
                     raise AnswerTooLarge(self._limits.max_response_bytes)

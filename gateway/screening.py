@@ -150,6 +150,8 @@ def refuse_deadly(body: JsonBody, route: Route) -> None:
     Raises:
         InvalidRequest: Names the field.
     """
+    if body.text("custom_labels") not in (b"", b"{}"):
+        raise InvalidRequest("'custom_labels' is not passed on", param="custom_labels")
     if route.dialect is Dialect.NATIVE:
         _refuse_empty(body.text("text"), "text", is_alone_empty=True)
     if route.dialect is Dialect.COMPLETIONS:

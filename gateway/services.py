@@ -8,6 +8,7 @@ from backends.base import Backend
 from backends.types import EngineKind, Worker
 from backends.upstream.base import UpstreamClient
 from gateway.access_log import AccessRecord
+from gateway.deadlines import NO_LIMITS, TimeLimits
 from gateway.live import LiveLegs, LiveRequests
 from gateway.metrics import Metrics
 from routers.base import Router
@@ -25,6 +26,8 @@ class Limits:
         sse_done_after_error: An error event is followed by ``[DONE]``.
         sse_keepalive_s: Silence after which a comment is sent to a streaming client, 0 for never.
         folds_unary: Engines are asked to stream for unary clients too, and the events folded.
+        native_n: Unary requests for several samples go to the engine as they are.
+        time: Time limits of a request.
     """
 
     max_body_bytes: int
@@ -33,6 +36,8 @@ class Limits:
     sse_done_after_error: bool
     sse_keepalive_s: float = 0.0
     folds_unary: bool = False
+    native_n: bool = False
+    time: TimeLimits = NO_LIMITS
 
 
 @dataclass(slots=True, kw_only=True)

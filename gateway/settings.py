@@ -44,14 +44,10 @@ NOT_YET: Final[dict[str, str]] = {
     "processes": "one process serves all connections; run more gateways side by side",
     "policy=kv-aware": "use least-loaded",
     "policy=prefix-approximate": "use least-loaded",
-    "native_n": "leave it off",
     "tokenizer": "leave it out",
     "kv_listen": "leave it out",
     "kv_key_file": "leave it out",
     "kv_authorized_keys": "leave it out",
-    "request_timeout_s": "leave it off",
-    "first_token_timeout_s": "leave it off",
-    "stall_timeout_s": "leave it off",
     "queue_max_requests": "leave it out: requests are not queued yet",
     "queue_max_age_s": "leave it out: requests are not queued yet",
     "max_in_flight_per_worker": "leave it out: requests are not queued yet",
@@ -123,9 +119,13 @@ class Settings(BaseModel):
     )
     processes: int = declare(1, "processes that share the port", ge=1, le=256)
     max_attempts: int = declare(3, "workers tried for one request before its first byte", ge=1, le=16)
-    request_timeout_s: OptionalDeadline = declare(None, "longest duration of a request", "s", "off")
-    first_token_timeout_s: OptionalDeadline = declare(None, "longest wait for an engine's first event", "s", "off")
-    stall_timeout_s: OptionalDeadline = declare(None, "longest silence inside a stream", "s", "off")
+    request_timeout_s: OptionalDeadline = declare(
+        None, "longest duration of a request, queue and retries included", "s", "off"
+    )
+    first_token_timeout_s: OptionalDeadline = declare(
+        None, "longest wait for a stream's first output, queue and retries included", "s", "off"
+    )
+    stall_timeout_s: OptionalDeadline = declare(None, "longest silence of an engine inside an answer", "s", "off")
     upstream_client: Literal["httptools", "httpx"] = declare("httptools", "HTTP client towards engines")
     native_n: bool = declare(False, "leave n > 1 to the engine everywhere, in place of one request a choice")
     connect_timeout_s: Deadline = declare(5.0, "longest wait for a connection to a worker", "s")

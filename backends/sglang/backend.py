@@ -108,12 +108,11 @@ class SGLangBackend:
         """
         if not engine_id:
             raise ValueError("an abort needs an id")
-        return UpstreamRequest(
-            "POST",
-            "/abort_request",
-            [(b"content-type", b"application/json"), *bearer(worker.admin_api_key or worker.api_key)],
-            [orjson.dumps({"rid": engine_id})],
-        )
+        return _abort(worker, {"rid": engine_id})
+
+    def abort_all_request(self, worker: Worker) -> UpstreamRequest | None:
+        """Build ``POST /abort_request`` for everything; it also reaches what a lost abort has made deaf to others."""
+        return _abort(worker, {"abort_all": True})
 
     async def identify(self, worker: Worker, timeout_s: float) -> EngineFacts:
         """Read ``/model_info`` and ``/server_info``.
@@ -148,6 +147,11 @@ class SGLangBackend:
         if ping != 200:
             return ProbeResult.FAILED
         return ProbeResult.PAUSED if ready == 503 else ProbeResult.UP
+
+
+def _abort(worker: Worker, body: dict[str, object]) -> UpstreamRequest:
+    headers = [(b"content-type", b"application/json"), *bearer(worker.admin_api_key or worker.api_key)]
+    return UpstreamRequest("POST", "/abort_request", headers, [orjson.dumps(body)])
 
 
 def _id_field(style: _Style | None, ids: EngineIds) -> dict[str, bytes]:

@@ -89,6 +89,11 @@ class VLLMBackend:
             [orjson.dumps({"request_ids": [engine_id]})],
         )
 
+    def abort_all_request(self, worker: Worker) -> UpstreamRequest | None:
+        """None: its route takes ids only."""
+        del worker
+        return None
+
     async def identify(self, worker: Worker, timeout_s: float) -> EngineFacts:
         """Read ``/version``, ``/v1/models`` and ``/metrics``.
 

@@ -3,6 +3,8 @@
 from fastapi import APIRouter, Depends, Request, Response
 from pydantic import BaseModel, ConfigDict
 
+from backends.base import Backend
+from backends.types import Worker
 from gateway.api.json_response import json_response
 from gateway.api.refusals import client_guard, may_administer
 from gateway.auth import Keys
@@ -25,6 +27,7 @@ def control_router(services: Services, keys: Keys) -> APIRouter:
 
     @router.post("/abort_request")
     async def abort_request(body: AbortRequest, request: Request) -> Response:
+        statuses: dict[str, int | str] = {}
         if body.abort_all:
             if not may_administer(keys, request):
                 raise GatewayError(unauthorized(is_admin=True) if keys.has_admin_keys else forbidden())
@@ -35,13 +38,21 @@ def control_router(services: Services, keys: Keys) -> APIRouter:
             wanted = [body.rid]
         aborted: list[str] = []
         missing: list[str] = []
-        workers: dict[str, None] = {}
         for public_id in wanted:
             found = [live.abort(item) for live, item in services.live.find(public_id)]
             told = [worker for worker in found if worker is not None]
             (aborted if told else missing).append(public_id)
-            workers.update(dict.fromkeys(told))
-        reports = [{"id": worker, "status": "told"} for worker in workers]
+            statuses.update(dict.fromkeys(told, "told"))
+        if body.abort_all:
+            statuses |= await services.aborter.abort_all(_engines(services))
+        reports = [{"id": worker, "status": status} for worker, status in statuses.items()]
         return json_response({"aborted": aborted, "not_found": missing, "workers": reports})
 
     return router
+
+
+def _engines(services: Services) -> list[tuple[Worker, Backend]]:
+    """Every worker that has told what it is."""
+    return [
+        (member.worker, services.backends[member.facts.engine]) for member in services.fleet if member.facts is not None
+    ]

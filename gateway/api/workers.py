@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 from fastapi import APIRouter, Depends, Response
 
-from backends.types import Role
+from backends.cancel_policy import abort_capability
+from backends.types import EngineFacts, Role
 from gateway.api.json_response import json_response
 from gateway.api.refusals import admin_guard
 from gateway.auth import Keys
@@ -39,10 +40,27 @@ def describe_member(services: Services, member: Member) -> dict[str, object]:
         "incremental_output": facts.incremental_output if facts else None,
         "max_running_requests": facts.max_running_requests if facts else None,
         "weight_version": facts.weight_version if facts else None,
+        "cancellation": _cancellation(facts) if facts else None,
         "ranks": [
             {"dp_rank": rank, "in_flight": load.in_flight, "blocks": load.blocks, "prefill_tokens": load.prefill_tokens}
             for rank, load in enumerate(member.loads)
         ],
+    }
+
+
+def _cancellation(facts: EngineFacts) -> dict[str, object]:
+    """What the engine's release does with aborts and disconnects."""
+    found = abort_capability(facts.engine, facts.version)
+    return {
+        "abort": {
+            "v": found.v,
+            "early": str(found.early),
+            "group": found.group,
+            "disconnect_aborts": found.disconnect_aborts,
+            "unary_disconnect_aborts": found.unary_disconnect_aborts,
+        },
+        "cancel_window": str(found.cancel_window),
+        "must_consume_handoff": found.must_consume_handoff,
     }
 
 

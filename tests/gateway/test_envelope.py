@@ -236,16 +236,20 @@ def test_prompts(body: dict[str, Any] | bytes, path: str, batch_size: int | None
         pytest.param({"text": "a", "sampling_params": {"n": 0}}, NATIVE, 1, 1, id="0 counts as 1"),
         pytest.param({"text": "a", "sampling_params": {"n": -3}}, NATIVE, 1, 1, id="negative"),
         pytest.param({"text": "a", "sampling_params": {"n": "2"}}, NATIVE, 1, 1, id="the engine refuses strings"),
+        pytest.param(b'{"text":"a","sampling_params":{"\\u006e":2}}', NATIVE, 2, 2, id="an escaped key"),
         pytest.param({"text": "a", "sampling_params": [], "n": 5}, NATIVE, 1, 1, id="not its place"),
         pytest.param({"text": "a", "sampling_params": {"stop": '"n"'}}, NATIVE, 1, 1, id="in a string"),
         pytest.param({"messages": [], "n": 2}, CHAT, 2, 2, id="chat"),
         pytest.param({"messages": [], "n": 0}, CHAT, 1, 1, id="chat, 0"),
         pytest.param({"messages": [], "n": -1}, CHAT, 1, 1, id="chat, negative"),
         pytest.param({"messages": [], "n": 10**9}, CHAT, 1, 1, id="chat, absurd"),
+        pytest.param({"messages": [], "n": "2"}, CHAT, 2, 2, id="chat, a string"),
+        pytest.param({"messages": [], "n": 2.0}, CHAT, 2, 2, id="chat, a float"),
+        pytest.param({"messages": [], "n": 2.5}, CHAT, 1, 1, id="chat, half a sample"),
         pytest.param({"prompt": ["a", "b"], "n": 2}, COMPLETIONS, 2, 4, id="completions"),
     ],
 )
-def test_samples(body: dict[str, Any], path: str, samples: int, sequences: int) -> None:
+def test_samples(body: dict[str, Any] | bytes, path: str, samples: int, sequences: int) -> None:
     envelope = parsed(body, path=path)
     assert (envelope.samples, envelope.sequences) == (samples, sequences)
 

@@ -232,13 +232,13 @@ async def test_a_client_that_leaves_while_connecting_leaves_nothing(how: str, is
 
 @asynccontextmanager
 async def simulated(
-    *, abort_delay_s: float = 0.02, **options: Any
+    *, abort_delay_s: float = 0.02, native_n: bool = False, **options: Any
 ) -> AsyncIterator[tuple[SimulatedEngine, RunningGateway]]:
     """A generating engine and a gateway in front of it."""
     engine = SimulatedEngine(EngineOptions(**{"inter_token_ms": 5.0, **options}))
     await engine.start()
     try:
-        async with running_gateway(engine.url, abort_delay_s=abort_delay_s) as gateway:
+        async with running_gateway(engine.url, abort_delay_s=abort_delay_s, native_n=native_n) as gateway:
             yield engine, gateway
             await engine.wait_for(lambda e: e.running == e.waiting == e.held == e.open_exchanges == 0, AT_ONCE_S)
     finally:
@@ -386,7 +386,7 @@ def _address(engine: SimulatedEngine) -> tuple[str, int]:
 @pytest.mark.parametrize("is_stream", [True, False], ids=["stream", "unary"])
 async def test_samples_under_ids_of_the_engines_own_are_closed(is_stream: bool) -> None:
     # Nothing else reaches them while n stays with the engine.
-    async with simulated(unary_disconnect_poll_s=0.1) as (engine, gateway):
+    async with simulated(unary_disconnect_poll_s=0.1, native_n=True) as (engine, gateway):
         params = {**LONG["sampling_params"], "n": 2}
         async with wire(gateway.address) as connection:
             await connection.send(request_bytes("/generate", {**LONG, "sampling_params": params, "stream": is_stream}))
@@ -503,10 +503,24 @@ async def test_everything_can_be_aborted_at_once() -> None:
         await running(engine, 2)
         report = (await call(gateway.address, "/abort_request", {"abort_all": True})).json()
         assert (sorted(report["aborted"]), report["not_found"]) == (["one", "two"], [])
+        assert report["workers"] == [{"id": engine.url.removeprefix("http://"), "status": 200}]
         for connection in (one, two):
             assert (await connection.answer()).status == 200
         await gateway.record(2)
         assert {record.outcome for record in gateway.records} == {"aborted"}
+
+
+async def test_aborting_everything_reports_each_worker() -> None:
+    async with simulated() as (engine, _):
+        silent = SimulatedEngine(EngineOptions())
+        await silent.start()
+        async with running_gateway(engine.url, silent.url) as gateway:
+            silent.add_fault(at="abort", do="reset")
+            report = (await call(gateway.address, "/abort_request", {"abort_all": True})).json()
+            by_id = {worker["id"]: worker["status"] for worker in report["workers"]}
+            assert by_id[engine.url.removeprefix("http://")] == 200
+            assert isinstance(by_id[silent.url.removeprefix("http://")], str)
+        await silent.stop()
 
 
 async def test_a_prefix_of_an_id_aborts_nothing_else() -> None:
