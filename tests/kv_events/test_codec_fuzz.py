@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kv_events.codec import decode_batch
@@ -83,18 +83,20 @@ def check(batch: EventBatch) -> None:
     assert batch.is_suspect == ("malformed" in batch.dropped)
 
 
+@settings(deadline=None)
 @given(payload=st.binary(max_size=200))
 def test_random_bytes(payload: bytes) -> None:
     decode_or_refuse(payload)
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(value=VALUES)
 def test_random_values(value: Any) -> None:
     decode_or_refuse(encode(value))
 
 
 @given(
-    events=st.lists(MAP_EVENTS | ARRAY_EVENTS | NEAR_STORES | VALUES, max_size=5), rank=st.none() | st.integers(0, 9)
+    events=st.lists(MAP_EVENTS | ARRAY_EVENTS | NEAR_STORES | VALUES, max_size=4), rank=st.none() | st.integers(0, 9)
 )
 def test_random_events_lose_only_themselves(events: list[Any], rank: int | None) -> None:
     batch = decode_or_refuse(encode([0.5, events, rank]))
@@ -112,6 +114,7 @@ def test_real_payloads_cut_anywhere_are_refused(index: int) -> None:
     assert [cut for cut in range(len(payload)) if decode_or_refuse(payload[:cut])] == []
 
 
+@settings(deadline=None)
 @given(data=st.data())
 def test_real_payloads_with_changed_bytes(data: st.DataObject) -> None:
     payload = bytearray(data.draw(st.sampled_from(PAYLOADS)))

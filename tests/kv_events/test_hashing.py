@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_events.hashing import block_hashes, local_hashes, namespace_seed, pack_tokens, parse_ids, sequence_hashes
@@ -99,6 +99,7 @@ def test_an_opaque_namespace_is_never_matched() -> None:
     assert block_hashes(TWELVE, 4, Namespace(opaque="?")) == []
 
 
+@settings(deadline=None)
 @given(tokens=IDS, block_size=st.integers(1, 9), is_eagle=st.booleans(), namespace=NAMESPACES)
 def test_hashes_follow_their_definition(
     tokens: list[int], block_size: int, is_eagle: bool, namespace: Namespace
@@ -130,6 +131,7 @@ def test_bytes_are_whole_tokens() -> None:
         local_hashes(TWELVE[:-1], 4, 1337)
 
 
+@settings(deadline=None)
 @given(tokens=IDS)
 def test_ids_pack_the_same_from_everything(tokens: list[int]) -> None:
     packed = struct.pack(f"<{len(tokens)}I", *tokens)
@@ -214,6 +216,7 @@ def test_long_lists_are_read_and_checked_to_the_end(separator: str) -> None:
                 parse_ids(f"[{separator.join([*words[:index], wrong, *words[index + 1 :]])}]".encode())
 
 
+@settings(deadline=None)
 @given(padding=st.integers(65_500, 65_540), end=st.sampled_from(["07", "1,", ",1", "1 2", "1", "1,0", "1, 2"]))
 def test_lists_are_checked_where_pieces_meet(padding: int, end: str) -> None:
     raw = f"[{'1,' * (padding // 2)}{'1' * (padding % 2)}{end}]".encode()
@@ -226,6 +229,7 @@ def test_lists_are_checked_where_pieces_meet(padding: int, end: str) -> None:
         assert parse_ids(raw) == expected
 
 
+@settings(deadline=None)
 @given(raw=st.text(alphabet="[]0123456789,-. \n", max_size=12).map(str.encode))
 def test_exactly_json_lists_of_ids_are_read(raw: bytes) -> None:
     try:
