@@ -8,7 +8,6 @@ from typing import Any
 
 import jinja2
 from tokenizers import AddedToken, Tokenizer
-from tokenizers.processors import TemplateProcessing
 
 from backends.types import EngineKind
 from gateway.tokens.template import ChatTemplate
@@ -133,7 +132,7 @@ def _named(source: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _complete(tokenizer: Tokenizer, settings: Mapping[str, Any], special: Mapping[str, str]) -> None:
-    """Do what transformers does beyond tokenizer.json."""
+    """Do what transformers does beyond tokenizer.json, which alone says what is put around a text."""
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     listed = settings.get("added_tokens_decoder")
     added: list[AddedToken] = []
@@ -147,17 +146,6 @@ def _complete(tokenizer: Tokenizer, settings: Mapping[str, Any], special: Mappin
         tokenizer.add_tokens(added)
     if settings.get("split_special_tokens") is True:
         tokenizer.encode_special_tokens = True
-    if "add_bos_token" in settings or "add_eos_token" in settings:
-        _frame(tokenizer, settings, special)
-
-
-def _frame(tokenizer: Tokenizer, settings: Mapping[str, Any], special: Mapping[str, str]) -> None:
-    """Put the ids around a text that the settings ask for, in place of what tokenizer.json says."""
-    bos = special.get("bos_token") if settings.get("add_bos_token") else None
-    eos = special.get("eos_token") if settings.get("add_eos_token") else None
-    framed = [*([bos] if bos else []), "$A", *([eos] if eos else [])]
-    ids = [(text, tokenizer.token_to_id(text)) for text in dict.fromkeys([bos, eos]) if text]
-    tokenizer.post_processor = TemplateProcessing(single=framed, pair=[*framed, "$B:1"], special_tokens=ids)
 
 
 def _templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, ChatTemplate]:

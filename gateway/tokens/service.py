@@ -53,6 +53,9 @@ class PromptTokenizers:
         threads: Threads at most; none is started before it is needed.
         max_pending: Requests that wait or are being worked on; further ones are not taken.
         cache: Remembers ids.
+
+    Attributes:
+        tokenizers: By model.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class PromptTokenizers:
         max_pending: int = MAX_PENDING,
         cache: IdCache | None = None,
     ) -> None:
-        self._tokenizers = {one.model: one for one in tokenizers}
+        self.tokenizers: Mapping[str, ModelTokenizer] = {one.model: one for one in tokenizers}
         self._time_limit_s = time_limit_s
         self._max_pending = max_pending
         self._cache = cache or IdCache()
@@ -134,7 +137,7 @@ class PromptTokenizers:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _find(self, model: str) -> ModelTokenizer | None:
-        return self._tokenizers.get(model) or self._tokenizers.get(model.partition(":")[0])
+        return self.tokenizers.get(model) or self.tokenizers.get(model.partition(":")[0])
 
 
 def _prompt_ids(

@@ -30,7 +30,7 @@ def vllm_chat(body: dict[str, Any], content_format: ContentFormat, template: str
         raise NotKnown("developer")
     add_generation_prompt = _flag(body, "add_generation_prompt", default=True)
     continues_last = _flag(body, "continue_final_message", default=False)
-    if continues_last and add_generation_prompt:
+    if continues_last and (add_generation_prompt or "content" not in template):
         raise NotKnown("continue_final_message")
     return ChatPrompt(
         [_message(one, content_format) for one in raw],
@@ -57,6 +57,8 @@ def _message(raw: dict[str, Any], content_format: ContentFormat) -> dict[str, An
     role = raw.get("role")
     if not isinstance(role, str):
         raise NotKnown("role")
+    if raw.get("content") is None and role != "assistant":
+        raise NotKnown("content")
     texts = _texts(raw.get("content"))
     if role == "system" and any(text.startswith(_BILLING_HEADER) for text in texts):
         raise NotKnown("billing header")
@@ -92,26 +94,27 @@ def _texts(content: Any) -> list[str]:
         raise NotKnown("content")
     texts: list[str] = []
     for part in content:
-        if isinstance(part, dict):
-            if part.get("type") != "text" or part.keys() - {"type", "text"}:
-                raise NotKnown("content parts")
-            part = part.get("text")
-        if not isinstance(part, str):
+        if not isinstance(part, dict) or part.keys() != {"type", "text"} or part["type"] != "text":
             raise NotKnown("content parts")
-        texts.append(part)
+        if not isinstance(part["text"], str):
+            raise NotKnown("content parts")
+        texts.append(part["text"])
     return texts
 
 
 def _tool_calls(calls: Any) -> list[dict[str, Any]]:
+    """The calls in vLLM's own order of fields."""
     if not isinstance(calls, list):
         raise NotKnown("tool_calls")
     written: list[dict[str, Any]] = []
     for call in calls:
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or call.get("type", "function") != "function":
+        if not isinstance(call, dict) or call.keys() != {"id", "function", "type"} or call["type"] != "function":
             raise NotKnown("tool_calls")
-        told = {**function, "arguments": _arguments(function.get("arguments"))}
-        written.append({**call, "function": told})
+        function = call["function"]
+        if not isinstance(function, dict) or function.keys() != {"name", "arguments"}:
+            raise NotKnown("tool_calls")
+        told = {"arguments": _arguments(function["arguments"]), "name": function["name"]}
+        written.append({"id": call["id"], "function": told, "type": "function"})
     return written
 
 
