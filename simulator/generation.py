@@ -139,9 +139,10 @@ class StreamGeneration:
         if self._open or self._exchange.is_over:
             return
         self._exchange.on_writable = None
-        for event in self._renderer.ending():
+        ending = [*self._renderer.ending(), *([self.last] if self.last else ())]
+        for event in ending[:-1]:
             self._writer.send(event)
-        self._writer.end(self.last)
+        self._writer.end(ending[-1] if ending else None)
         self._core.stream_over(self)
 
     def _client_left(self) -> None:

@@ -240,3 +240,12 @@ async def test_control_routes(start_engine: StartEngine) -> None:
     assert not engine.log.requests
     before = engine.boot_id
     assert (await ask(engine.port, "/_restart", {})).json()["random_seed"] == engine.boot_id != before
+
+
+async def test_the_end_of_a_stream_without_done_is_its_last_event(start_engine: StartEngine) -> None:
+    engine = await start_engine()
+    engine.add_fault(at="end", do="close")
+    body = {"model": "model", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "stream": True}
+    received = await send(engine.port, request_bytes("/v1/messages", body))
+    assert b"message_delta" in received
+    assert b"message_stop" not in received
