@@ -38,7 +38,7 @@ bench: venv
 	$(BIN)/python -m benchmarks
 
 soak: venv
-	$(BIN)/pytest -q -m soak --override-ini addopts= tests
+	$(BIN)/pytest -q -s -m soak --override-ini addopts= tests
 
 # Needs uv on the PATH. Names, versions and hashes only: no index address gets into the locks.
 COMPILE := uv pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes --no-header --no-annotate

@@ -1,0 +1,160 @@
+"""One soak: processes, clients, trouble, and the reckoning."""
+
+import asyncio
+import contextlib
+import json
+import signal
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from benchmarks.procfs import rss_bytes
+from tests.fakes.running import TIME_SCALE
+from tests.soak import audit
+from tests.soak.client import Client, Story
+from tests.soak.plan import plan
+from tests.soak.processes import Engine, Gateway
+from tests.soak.saboteur import Saboteur
+
+CLIENTS = 32
+SETTLE_S = 30.0 * TIME_SCALE
+# Probes keep connections, and one of each may be on its way.
+IDLE_SOCKETS_PER_ENGINE = 3
+_SAMPLES = 40
+
+
+@dataclass(slots=True)
+class Report:
+    """What came out of a soak.
+
+    Attributes:
+        problems: What must not be, each with its history.
+        duration_s: Of the load.
+        outcomes: Requests by outcome, as the access log says.
+        kinds: Answers by what the clients saw.
+        acts: What was done to the engines.
+        rss: Resident bytes of the gateway by the number of requests that had ended, after that of the load's end.
+    """
+
+    problems: list[str] = field(default_factory=list)
+    duration_s: float = 0.0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    kinds: Counter[str] = field(default_factory=Counter)
+    acts: list[str] = field(default_factory=list)
+    rss: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def growth_bytes(self) -> int:
+        """Growth of the gateway in the second half of the requests."""
+        half = self.rss[-1][0] / 2
+        return self.rss[-1][1] - next(size for ended, size in self.rss if ended >= half)
+
+    def __str__(self) -> str:
+        """A few lines for people."""
+        sizes = ", ".join(f"{ended}: {size / 2**20:.1f}" for ended, size in self.rss[:: max(len(self.rss) // 10, 1)])
+        return (
+            f"{self.duration_s:.1f} s, outcomes {dict(self.outcomes)}, seen {dict(self.kinds)}, {len(self.acts)} acts;"
+            f" RSS in MiB after requests {sizes}; {self.growth_bytes / 2**20:+.2f} MiB in the second half"
+        )
+
+
+async def soak(requests: int, seed: int, engines: Sequence[str], directory: Path) -> Report:
+    """Run a soak.
+
+    Args:
+        requests: How many.
+        seed: Decides what they are.
+        engines: Names in ``tests.soak.processes.ENGINES``.
+        directory: For what the processes print.
+    """
+    async with _processes(engines, seed, directory) as (gateway, started):
+        report = Report()
+        # The first request to each worker makes what stays.
+        sockets, files = gateway.sockets(), gateway.files()
+        began = time.monotonic()
+        stories = await _load(requests, seed, gateway, started, report)
+        report.duration_s = time.monotonic() - began
+        report.problems += await _left_over(gateway, sockets, files, IDLE_SOCKETS_PER_ENGINE * len(started))
+        report.rss.append((len(stories), rss_bytes(gateway.pid)))
+        metrics = await gateway.text("/metrics")
+        gateway.send(signal.SIGTERM)
+        if (code := await gateway.ended()) != 0:
+            report.problems.append(f"the gateway ended with {code}")
+        lines = [json.loads(line) for line in gateway.stdout.read_text().splitlines()]
+        report.outcomes = Counter(str(line["outcome"]) for line in lines)
+        report.kinds = Counter(story.kind.value if story.kind else "left" for story in stories)
+        report.problems += audit.complaints(stories)
+        report.problems += audit.audit_access(stories, lines)
+        report.problems += audit.audit_metrics(metrics, lines)
+        report.problems += audit.audit_texts(stories)
+        report.problems += audit.audit_log(gateway.stderr.read_text())
+        return report
+
+
+@asynccontextmanager
+async def _processes(names: Sequence[str], seed: int, directory: Path) -> AsyncIterator[tuple[Gateway, list[Engine]]]:
+    started = [Engine(name, seed, directory) for name in names]
+    gateway = Gateway(started, directory)
+    try:
+        for engine in started:
+            engine.start()
+        for engine in started:
+            await engine.serve()
+        gateway.start()
+        await gateway.ready()
+        yield gateway, started
+    finally:
+        for child in (gateway, *started):
+            child.kill()
+
+
+async def _load(requests: int, seed: int, gateway: Gateway, engines: Sequence[Engine], report: Report) -> list[Story]:
+    """Let the clients do their requests while the saboteur does its work; returns when all have ended."""
+    saboteur = Saboteur(engines, gateway, seed)
+    stories: list[Story] = []
+    numbers = count()
+
+    async def clients() -> None:
+        client = Client(gateway.address)
+        for number in numbers:
+            if number >= requests:
+                break
+            stories.append(await client.carry_out(plan(seed, number)))
+            saboteur.request_ended()
+            if len(stories) % max(requests // _SAMPLES, 1) == 0:
+                report.rss.append((len(stories), rss_bytes(gateway.pid)))
+        client.close()
+
+    async with asyncio.TaskGroup() as group:
+        sabotage = [group.create_task(saboteur.script_faults()), group.create_task(saboteur.disturb())]
+        async with asyncio.TaskGroup() as load:
+            for _ in range(CLIENTS):
+                load.create_task(clients())
+        for task in sabotage:
+            task.cancel()
+    await saboteur.make_peace()
+    report.acts = saboteur.acts
+    return stories
+
+
+async def _left_over(gateway: Gateway, sockets: int, files: int, idle: int) -> list[str]:
+    """Wait until nothing is left of any request; what is left after that."""
+    busy: dict[str, Any] = {}
+    held = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(SETTLE_S):
+            while True:
+                busy = {name: value for name, value in (await gateway.get("/internal/state")).items() if value}
+                held = gateway.sockets() - sockets
+                if not busy and held <= idle:
+                    break
+                await asyncio.sleep(0.1)
+    problems = [f"left in the counters: {busy}"] if busy else []
+    if held > idle or gateway.files() - files > idle:
+        problems.append(f"{held} sockets and {gateway.files() - files} files more than before")
+    return problems

@@ -1,0 +1,47 @@
+"""The soak, small in every test run and large in ``make soak``."""
+
+import os
+from pathlib import Path
+from random import SystemRandom
+
+import pytest
+
+from tests.fakes.running import TIME_SCALE
+from tests.soak.processes import ENGINES, FEWER_ENGINES
+from tests.soak.run import soak
+
+SEED = int(os.environ.get("SOAK_SEED", "0")) or SystemRandom().randrange(1, 1_000_000)
+REQUESTS = int(os.environ.get("SOAK_REQUESTS", "20000"))
+SMALL = 700
+# What allocators keep back; twenty thousand requests that left 1 KiB each would be ten times as much.
+MAX_GROWTH_BYTES = 4 * 2**20
+SHOWN = 5
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """Without debug mode, in which the clients would be the slowest part."""
+    return "asyncio"
+
+
+async def _soak(requests: int, seed: int, engines: tuple[str, ...], directory: Path) -> None:
+    print(f"SOAK_SEED={seed} SOAK_REQUESTS={requests}")
+    report = await soak(requests, seed, engines, directory)
+    print(report)
+    if report.problems:
+        shown = "\n\n".join(report.problems[:SHOWN])
+        pytest.fail(f"SOAK_SEED={seed}: {len(report.problems)} problems, the first are\n{shown}", pytrace=False)
+    assert report.outcomes["complete"] > requests / 3, f"SOAK_SEED={seed}: {report}"
+    if requests >= 10_000:
+        assert report.growth_bytes < MAX_GROWTH_BYTES, f"SOAK_SEED={seed}: {report}"
+
+
+@pytest.mark.timeout(120 * TIME_SCALE)
+async def test_hundreds_of_mixed_requests(tmp_path: Path) -> None:
+    await _soak(SMALL, SEED, FEWER_ENGINES, tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600 * TIME_SCALE)
+async def test_thousands_of_mixed_requests(tmp_path: Path) -> None:
+    await _soak(REQUESTS, SEED, tuple(ENGINES), tmp_path)
