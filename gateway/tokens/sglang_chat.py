@@ -8,11 +8,12 @@ from gateway.tokens.chat import ChatPrompt, NotKnown, messages_of, template_vari
 from gateway.tokens.content_format import ContentFormat
 
 _ROLES = frozenset({"system", "assistant", "tool", "function", "developer", "latest_reminder", "root"})
-_EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh", "ultra", "max"})
+# Tuples, since anything may be looked up in them.
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "ultra", "max")
 # In the order in which SGLang writes them, since a template may write a whole message.
 _FIELDS = ("role", "content", "tool_call_id", "name", "phase", "reasoning_content", "tool_calls")
 # Dropped by SGLang from what a template sees.
-_THOUGHTS = frozenset({"thinking", "reasoning"})
+_THOUGHTS = ("thinking", "reasoning")
 
 
 def sglang_chat(body: dict[str, Any], content_format: ContentFormat, template: str) -> ChatPrompt:
