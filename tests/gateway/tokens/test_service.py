@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from blockbuster import BlockBuster
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -95,6 +96,10 @@ async def test_names_of_models(tokenizers: PromptTokenizers) -> None:
         assert (tokenizers.knows(model), tokenizers.vocab_size(model)) == (True, 1024)
     assert await tokenizers.token_ids("other", SGLANG, ROUTES["/generate"], body) is None
     assert (tokenizers.knows("other"), tokenizers.vocab_size("other")) == (False, None)
+
+
+async def test_the_loop_is_not_blocked(blockbuster: BlockBuster, tokenizers: PromptTokenizers) -> None:
+    assert await ids_of(tokenizers, VLLM, CHAT, {"messages": HELLO}) is not None
 
 
 async def test_engines_with_code_of_their_own_are_not_guessed() -> None:
