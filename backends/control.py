@@ -40,6 +40,22 @@ async def get_body(client: UpstreamClient, worker: Worker, paths: Sequence[str],
     raise IdentifyFailed(f"{path}: status {status}{hint}")
 
 
+async def get_optional_body(client: UpstreamClient, worker: Worker, path: str, timeout_s: float) -> bytes:
+    """Body of a path that not every release has; empty where it is not there, or not to be had.
+
+    Raises:
+        IdentifyFailed: No answer; the message is for operators.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            status, body = await fetch(client, worker.origin, UpstreamRequest("GET", path, bearer(worker.api_key), []))
+    except (UpstreamError, CallEnded) as exc:
+        raise IdentifyFailed(f"{path}: {exc}") from exc
+    except TimeoutError as exc:
+        raise IdentifyFailed(f"{path}: no answer within {timeout_s:g} s") from exc
+    return body if status == 200 else b""
+
+
 async def get_status(client: UpstreamClient, worker: Worker, path: str) -> int:
     """Status of a GET; the caller sets the time limit.
 

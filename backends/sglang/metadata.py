@@ -39,6 +39,7 @@ class _ServerInfo(msgspec.Struct):
     incremental_streaming_output: bool = False
     disaggregation_mode: str | None = None
     random_seed: int | None = None
+    max_total_num_tokens: int | None = None
     kv_events: _KvEvents | None = None
     internal_states: list[_Internal] = []
 
@@ -53,6 +54,8 @@ class _Models(msgspec.Struct):
     data: list[_Model] = []
 
 
+# The fields that ``kv_events.sources`` reads.
+_ANNOUNCED = ("kv_events", "kv_event_sources", "page_size", "dcp_size", "nnodes", "node_rank")
 _ROLES = {
     None: Role.REGULAR,
     "": Role.REGULAR,
@@ -101,7 +104,17 @@ def facts_from(model_info: bytes, server_info: bytes, models: bytes) -> EngineFa
         boot_id="" if server.random_seed is None else str(server.random_seed),
         weight_version=model.weight_version,
         models=tuple(item.id for item in served.data),
+        kv_blocks=server.max_total_num_tokens // page_size if server.max_total_num_tokens else None,
+        kv_announcement=_announcement(server_info),
     )
+
+
+def _announcement(server_info: bytes) -> bytes:
+    """What the body says of event publishers, and what these say depends on."""
+    fields = msgspec.json.decode(server_info, type=dict[str, msgspec.Raw])
+    if not any(bytes(fields.get(name, b"null")) != b"null" for name in ("kv_events", "kv_event_sources")):
+        return b""
+    return msgspec.json.encode({name: fields[name] for name in _ANNOUNCED if name in fields})
 
 
 def _max_running(server: _ServerInfo, dp_size: int) -> int | None:

@@ -7,7 +7,7 @@ import msgspec
 import orjson
 
 from backends.base import NO_CHANGES
-from backends.control import bearer, get_body, get_status
+from backends.control import bearer, get_body, get_optional_body, get_status
 from backends.errors import CallEnded, IdentifyFailed, UpstreamError
 from backends.json_body import JsonBody
 from backends.types import EngineFacts, EngineIds, ProbeResult, Worker
@@ -95,7 +95,7 @@ class VLLMBackend:
         return None
 
     async def identify(self, worker: Worker, timeout_s: float) -> EngineFacts:
-        """Read ``/version``, ``/v1/models`` and ``/metrics``.
+        """Read ``/version``, ``/v1/models``, ``/metrics``, and ``/kv_event_sources`` where there is one.
 
         Raises:
             IdentifyFailed: See the message.
@@ -103,8 +103,9 @@ class VLLMBackend:
         version = await get_body(self._client, worker, ("/version",), timeout_s)
         models = await get_body(self._client, worker, ("/v1/models",), timeout_s)
         metrics = await get_body(self._client, worker, ("/metrics",), timeout_s)
+        sources = await get_optional_body(self._client, worker, "/kv_event_sources", timeout_s)
         try:
-            return facts_from(models, version, metrics)
+            return facts_from(models, version, metrics, sources)
         except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
             raise IdentifyFailed(f"the engine's metadata is not as expected: {exc}") from exc
 

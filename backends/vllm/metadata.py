@@ -30,8 +30,14 @@ class _Version(msgspec.Struct):
     version: str = ""
 
 
-def facts_from(models: bytes, version: bytes, metrics: bytes) -> EngineFacts:
-    """Decode the three bodies.
+def facts_from(models: bytes, version: bytes, metrics: bytes, kv_event_sources: bytes = b"") -> EngineFacts:
+    """Decode the bodies.
+
+    Args:
+        models: Of ``/v1/models``.
+        version: Of ``/version``.
+        metrics: Of ``/metrics``.
+        kv_event_sources: Of the route by that name, empty where there is none; goes on as it is.
 
     Raises:
         msgspec.DecodeError: A body is not as the engine documents, or names no model.
@@ -45,6 +51,7 @@ def facts_from(models: bytes, version: bytes, metrics: bytes) -> EngineFacts:
     page = metrics.decode("utf-8", "replace")
     ranks = [dict(_LABEL.findall(labels)) for labels in _CACHE_CONFIG.findall(page)]
     sizes = [int(labels["block_size"]) for labels in ranks if labels.get("block_size", "").strip("0").isdecimal()]
+    blocks = [int(labels["num_gpu_blocks"]) for labels in ranks if labels.get("num_gpu_blocks", "").isdecimal()]
     started = _STARTED.search(page)
     return EngineFacts(
         engine=EngineKind.VLLM,
@@ -57,4 +64,6 @@ def facts_from(models: bytes, version: bytes, metrics: bytes) -> EngineFacts:
         context_tokens=base.max_model_len,
         incremental_output=True,
         boot_id=started[1] if started else "",
+        kv_blocks=min(blocks) if blocks else None,
+        kv_announcement=kv_event_sources,
     )

@@ -1,5 +1,6 @@
 """What is read of a worker's metadata: real bodies, and bodies that are not what they should be."""
 
+import dataclasses
 import json
 from typing import Any
 
@@ -26,16 +27,19 @@ PLAIN = captured("http/get_server_info.http")
     [
         pytest.param(
             "http/get_model_info.http", "http/get_server_info.http",
-            {"max_running_requests": 2048, "boot_id": "490434039"}, id="plain",
+            {"max_running_requests": 2048, "boot_id": "490434039", "kv_blocks": 1024},
+            id="plain",
         ),
         pytest.param(
             "http/get_model_info.http", "http_dp2/server_info.http",
-            {"dp_size": 2, "max_running_requests": 4, "incremental_output": True, "boot_id": "125527009"},
+            {"dp_size": 2, "max_running_requests": 4, "incremental_output": True, "boot_id": "125527009",
+             "kv_blocks": 64},
             id="two ranks, incremental",
         ),
         pytest.param(
             "http_pd/prefill_model_info.http", "http_pd/prefill_server_info.http",
-            {"role": Role.PREFILL, "max_running_requests": 1024, "boot_id": "769386621"}, id="prefill",
+            {"role": Role.PREFILL, "max_running_requests": 1024, "boot_id": "769386621", "kv_blocks": 512},
+            id="prefill",
         ),
     ],
 )  # fmt: skip
@@ -50,7 +54,22 @@ def test_captured_metadata(model_info: str, server_info: str, expected: dict[str
         "weight_version": "default",
         "models": ("model",),
     }
-    assert facts_from(captured(model_info), captured(server_info), MODELS) == EngineFacts(**{**common, **expected})
+    found = facts_from(captured(model_info), captured(server_info), MODELS)
+    assert dataclasses.replace(found, kv_announcement=b"") == EngineFacts(**{**common, **expected})
+
+
+def test_what_is_said_of_publishers_is_kept_and_nothing_else() -> None:
+    announced = json.loads(
+        facts_from(captured("http/get_model_info.http"), captured("http/get_server_info.http"), MODELS).kv_announcement
+    )
+    assert sorted(announced) == ["dcp_size", "kv_events", "nnodes", "node_rank", "page_size"]
+    assert announced["kv_events"]["endpoint_port_base"] == 31557
+    assert (
+        facts_from(
+            captured("http/get_model_info.http"), captured("http_pd/prefill_server_info.http"), MODELS
+        ).kv_announcement
+        == b""
+    )
 
 
 def facts(

@@ -151,7 +151,9 @@ async def test_identify_reads_a_real_engine(backend: VLLMBackend) -> None:
             b"GET /version HTTP/1.1",
             b"GET /v1/models HTTP/1.1",
             b"GET /metrics HTTP/1.1",
+            b"GET /kv_event_sources HTTP/1.1",
         ]
+        assert facts.kv_announcement == b""  # this one has no such route
         assert all((b"authorization", b"Bearer key") in request.headers for request in server.requests)
 
 

@@ -33,9 +33,10 @@ PLAIN = metrics_of("misc/metrics-vllm-samples.txt")
     ("models", "metrics", "expected"),
     [
         pytest.param("misc/models", STARTED + PLAIN,
-                     {"models": ("tiny", "tiny-alias"), "boot_id": "1.79595177892e+09"}, id="one rank, an alias"),
+                     {"models": ("tiny", "tiny-alias"), "boot_id": "1.79595177892e+09", "kv_blocks": 80},
+                     id="one rank, an alias"),
         pytest.param("dp2/models-with-lora", metrics_of("dp2/metrics-running-kv.txt"),
-                     {"models": ("tiny", "my-lora"), "dp_size": 2}, id="two ranks, an adapter"),
+                     {"models": ("tiny", "my-lora"), "dp_size": 2, "kv_blocks": 160}, id="two ranks, an adapter"),
     ],
 )  # fmt: skip
 def test_captured_metadata(models: str, metrics: bytes, expected: dict[str, Any]) -> None:
@@ -50,6 +51,11 @@ def test_captured_metadata(models: str, metrics: bytes, expected: dict[str, Any]
         "incremental_output": True,
     }
     assert facts_from(captured(models), VERSION, metrics) == EngineFacts(**{**common, **expected})
+
+
+def test_sources_of_events_go_on_as_they_are() -> None:
+    sources = captured("misc/kv_event_sources")
+    assert facts_from(captured("misc/models"), VERSION, PLAIN, sources).kv_announcement == sources
 
 
 def config(**labels: object) -> str:
