@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from kv_events.codec import GroupKinds, decode_batch
 from kv_events.errors import BatchUndecodable, SourceMisconfigured
 from kv_events.index import ApplyReport, PrefixIndex
-from kv_events.index_intake import RankIntake
+from kv_events.index_intake import PIECE_BLOCKS, RankIntake
 from kv_events.publisher import PublisherSpec, SourceObserver
 from kv_events.types import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, Tier
 
 # Engines may announce blocks that are not full. A source that announces nothing else has another block size.
 MAX_SMALL_BLOCKS = 64
+# What an event costs besides its blocks, in blocks.
+EVENT_WORK_BLOCKS = 4
 
 
 class DeliverySuspect(Exception):
@@ -105,11 +107,16 @@ class DeliveryQueue:
             self._observer.kv_dropped("other_rank" if is_rank else "rank_out_of_range", max(1, len(batch.events)))
             return
         report = ApplyReport(dropped=batch.dropped)
+        work = 0
         for event in batch.events:
             if isinstance(event, BlockStored) and not self._has_right_size(event, report):
                 continue
             yield from intake.apply(event, now_s, report)
             self._count(event)
+            work += EVENT_WORK_BLOCKS + (0 if isinstance(event, AllBlocksCleared) else len(event.block_hashes))
+            if work >= PIECE_BLOCKS:
+                work = 0
+                yield
         self._stored_blocks += report.stored
         if self._spec.capacity_blocks and self._stored_blocks >= self._spec.capacity_blocks and len(self._intakes) == 1:
             self.is_complete = True

@@ -172,6 +172,9 @@ class PrefixIndex:
         chain = self._chain_hashes(event, BASE if namespace is None or namespace.opaque else namespace, parent_sequence)
         if len(chain) < len(event.block_hashes):
             report.drop("short_tokens", len(event.block_hashes) - len(chain))
+        if number:
+            tag = number << SHIFT
+            chain = [sequence | tag for sequence in chain]
         pairs: Iterable[tuple[int, int]] = zip(event.block_hashes, chain, strict=False)
         if gone:
             pairs = [pair for pair in pairs if pair[0] not in gone]
@@ -181,14 +184,13 @@ class PrefixIndex:
     def _put(
         self, state: _Rank, holder: Holder, pairs: Iterable[tuple[int, int]], number: int, report: ApplyReport
     ) -> None:
-        tag, bit, names, shards, masks = number << SHIFT, holder.bit, holder.names, self._shards, self._masks
+        bit, names, shards, masks = holder.bit, holder.names, self._shards, self._masks
         limit = state.capacity_blocks * (1 if holder.tier is Tier.DEVICE else LOWER_TIER_FACTOR)
         room = limit - holder.blocks
         added = 0
         # Held for the time of this call, since what is renamed below may be the last block of the namespace.
         self._namespaces.count(number, HELD)
-        for name, sequence in pairs:
-            key = sequence | tag
+        for name, key in pairs:
             table = names[name & SHARD_MASK]
             known = table.get(name)
             if known is not None:
@@ -314,7 +316,8 @@ class PrefixIndex:
         """Put blocks back that were dumped; each is taken as it is, without its parent. Raises as ``apply``."""
         state, report = self._ranks[rank], ApplyReport()
         number = self._namespaces.number(namespace)
-        self._put(state, self._holder(rank, state, tier), zip(names, sequences, strict=True), number, report)
+        keys = [sequence | number << SHIFT for sequence in sequences]
+        self._put(state, self._holder(rank, state, tier), zip(names, keys, strict=True), number, report)
         return report
 
     def _find(self, state: _Rank, name: int, tier: Tier) -> int | None:

@@ -7,7 +7,8 @@ from kv_events.types import Tier
 SHARDS = 64
 SHARD_MASK = SHARDS - 1
 
-_found: list[int] = []
+_found: list[object] = [None]
+_is_equal = int.__eq__
 
 
 class _Probe(int):
@@ -16,10 +17,8 @@ class _Probe(int):
     __hash__ = int.__hash__
 
     def __eq__(self, other: object) -> bool:
-        if int.__eq__(self, other) is True:
-            _found.append(other)  # type: ignore[arg-type]
-            return True
-        return False
+        _found[0] = other
+        return _is_equal(self, other)
 
 
 def canonical(shard: dict[int, int], key: int) -> int:
@@ -27,8 +26,8 @@ def canonical(shard: dict[int, int], key: int) -> int:
 
     A dictionary does not give its keys out; 48 bytes for each (rank, block) are worth the half microsecond.
     """
-    _found.clear()
-    return _found.pop() if _Probe(key) in shard else key
+    found = _found[0] if _Probe(key) in shard else key
+    return found if isinstance(found, int) else key
 
 
 class Holder:

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 
 from kv_events.index import ApplyReport, PrefixIndex, RankId
 from kv_events.orphans import OrphanLot
-from kv_events.types import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from kv_events.types import BlockRemoved, BlockStored, KVEvent
 
 # About a millisecond of work.
 PIECE_BLOCKS = 512
+_DONE: Iterator[None] = iter(())
 
 
 class RankIntake:
@@ -33,35 +34,43 @@ class RankIntake:
     def apply(self, event: KVEvent, now_s: float, report: ApplyReport) -> Iterator[None]:
         """Apply an event, and the orphans that it frees, a piece at each step of the iterator.
 
-        The report never lists orphans: they are parked, or counted as dropped if there is no room.
+        A small event that frees nothing is applied at once, and the iterator is empty. The report never lists orphans:
+        they are parked, or counted as dropped if there is no room.
 
         Raises:
             KeyError: The rank is not in the index.
         """
-        if isinstance(event, AllBlocksCleared):
-            self._index.clear(self.rank, event)
-            self.orphans.clear(event.tier)
+        if isinstance(event, BlockStored):
+            if len(event.block_hashes) > PIECE_BLOCKS or len(self.orphans):
+                return self._store(event, now_s, report)
+            if not self._index.store(self.rank, event, report):
+                self._park(event, now_s, report, set())
         elif isinstance(event, BlockRemoved):
             unknown = self._index.remove(self.rank, event, report)
-            missing = len(unknown) - self.orphans.remove(unknown, event.tier)
-            if missing:
-                report.drop("unknown_hash", missing)
+            if unknown:
+                missing = len(unknown) - self.orphans.remove(unknown, event.tier)
+                if missing:
+                    report.drop("unknown_hash", missing)
         else:
-            yield from self._store(event, now_s, report)
-        yield
+            self._index.clear(self.rank, event)
+            self.orphans.clear(event.tier)
+        return _DONE
 
     def _store(self, event: BlockStored, now_s: float, report: ApplyReport) -> Iterator[None]:
         todo: deque[tuple[BlockStored, set[int]]] = deque((piece, set()) for piece in pieces(event))
         while todo:
             piece, gone = todo.popleft()
             if not self._index.store(self.rank, piece, report, gone):
-                if not self.orphans.park(piece, now_s, gone):
-                    report.drop("orphan_overflow", len(piece.block_hashes))
+                self._park(piece, now_s, report, gone)
             elif len(self.orphans):
                 # Before anything that comes later, as if they had come in time.
                 todo.extendleft(reversed(self.orphans.claim(piece.block_hashes)))
             if todo:
                 yield
+
+    def _park(self, event: BlockStored, now_s: float, report: ApplyReport, gone: set[int]) -> None:
+        if not self.orphans.park(event, now_s, gone):
+            report.drop("orphan_overflow", len(event.block_hashes))
 
 
 def pieces(event: BlockStored) -> Iterator[BlockStored]:

@@ -98,7 +98,7 @@ def test_long_stores_are_applied_in_pieces(is_eagle: bool) -> None:
     assert [len(piece.block_hashes) for piece in pieces(event)] == [PIECE_BLOCKS] * 3 + [5]
     assert report.stored == blocks
     assert cut._shards == whole._shards
-    assert sum(1 for _ in intake.apply(event, 0.0, report)) == 4
+    assert sum(1 for _ in intake.apply(event, 0.0, report)) == 3
 
 
 def test_any_order_ends_in_what_the_right_order_gives() -> None:
