@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -25,11 +25,13 @@ class Ask:
         body: Without ``stream`` and ids.
         sequences: Generated sequences, 0 where nothing is generated.
         batch: Prompts of a batch whose items can have ids, 0 for a single request.
+        samples: Sequences for each prompt.
     """
 
     body: Body
     sequences: int = 0
     batch: int = 0
+    samples: int = 1
 
 
 def _messages(chance: Random) -> list[Body]:
@@ -50,22 +52,22 @@ def _generate(chance: Random, tokens: int) -> Ask:
     kind = chance.randrange(4)
     if kind == 0:
         texts = _texts(chance)
-        return Ask({"text": texts, "sampling_params": sampling}, len(texts) * n, len(texts) if n == 1 else 0)
+        return Ask({"text": texts, "sampling_params": sampling}, len(texts) * n, len(texts) if n == 1 else 0, n)
     if kind == 1:
-        return Ask({"input_ids": [5 + chance.randrange(3), 11, 12], "sampling_params": sampling}, n)
-    return Ask({"text": chance.choice(PROMPTS), "sampling_params": sampling}, n)
+        return Ask({"input_ids": [5 + chance.randrange(3), 11, 12], "sampling_params": sampling}, n, samples=n)
+    return Ask({"text": chance.choice(PROMPTS), "sampling_params": sampling}, n, samples=n)
 
 
 def _chat(chance: Random, tokens: int) -> Ask:
     n = _samples(chance)
-    return Ask({"model": MODEL, "messages": _messages(chance), "max_tokens": tokens, "n": n}, n)
+    return Ask({"model": MODEL, "messages": _messages(chance), "max_tokens": tokens, "n": n}, n, samples=n)
 
 
 def _completions(chance: Random, tokens: int) -> Ask:
     n = _samples(chance)
     prompt: Any = _texts(chance) if chance.random() < 0.3 else chance.choice(PROMPTS)
     count = len(prompt) if isinstance(prompt, list) else 1
-    return Ask({"model": MODEL, "prompt": prompt, "max_tokens": tokens, "n": n}, count * n)
+    return Ask({"model": MODEL, "prompt": prompt, "max_tokens": tokens, "n": n}, count * n, samples=n)
 
 
 def _responses(chance: Random, tokens: int) -> Ask:
@@ -102,7 +104,7 @@ GENERATING = ("/generate", "/v1/chat/completions", "/v1/completions", "/v1/respo
 
 
 def _with_model(ask: Ask) -> Ask:
-    return Ask({"model": MODEL, **ask.body}, ask.sequences, ask.batch)
+    return replace(ask, body={"model": MODEL, **ask.body})
 
 
 def spoiled(body: Body, chance: Random) -> tuple[str, bytes]:
