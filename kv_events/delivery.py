@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from kv_events.codec import GroupKinds, decode_batch
-from kv_events.errors import BatchUndecodable, SourceMisconfigured
+from kv_events.errors import BatchUndecodable, KVEventError, SourceMisconfigured
 from kv_events.index import ApplyReport, PrefixIndex
 from kv_events.index_intake import PIECE_BLOCKS, RankIntake
 from kv_events.publisher import PublisherSpec, SourceObserver
@@ -16,7 +16,7 @@ MAX_SMALL_BLOCKS = 64
 EVENT_WORK_BLOCKS = 4
 
 
-class DeliverySuspect(Exception):
+class DeliverySuspect(KVEventError):
     """A payload was applied in part, in a way that may leave blocks in the index which the cache has given up."""
 
 

@@ -59,11 +59,13 @@ class SubscriberLimits:
     Attributes:
         tick_s: Work at one go, before the loop's other callbacks have their turn.
         replay_idle_s: A replay that brings nothing for so long has failed.
+        replay_total_s: So has one that takes longer than this.
         stale_grace_s: What is known of a publisher is kept for so long after its connection is lost.
         orphan_resync_s: Least time between two replays of everything because parents were missing.
     """
 
     tick_s: float = 0.002
     replay_idle_s: float = 5.0
+    replay_total_s: float = 60.0
     stale_grace_s: float = 10.0
     orphan_resync_s: float = 60.0

@@ -91,6 +91,8 @@ class SequenceMachine:
         self._is_in_doubt = False
         self._is_verifying = False
         self._is_asked = False
+        # Whether the replay that runs has brought what was asked for, at least its beginning.
+        self._has_begun = False
         self._replays_in_a_row = 0
         self._boot: str | None = None
         self.epoch = 0
@@ -213,11 +215,15 @@ class SequenceMachine:
         if seq < expected:
             return []
         commands: list[Command] = []
+        if seq > expected and self._has_begun:
+            # Replies were lost on the way; the publisher still has them.
+            return [self._ask()]
         if seq > expected:
             commands = self._lose("history_lost")
         elif self.last_seq is None:
             self._is_complete = True
         self._replays_in_a_row = 0
+        self._has_begun = True
         return [*commands, self._deliver(seq, payload)]
 
     def on_replay_end(self) -> list[Command]:
@@ -320,7 +326,7 @@ class SequenceMachine:
         self.replays += 1
         self._replays_in_a_row += 1
         last = self.last_seq
-        self._is_asked = True
+        self._is_asked, self._has_begun = True, False
         # Where nothing is known, nothing can be wrong.
         self._is_in_doubt = self._is_verifying = self._is_in_doubt and last is not None and last >= 0
         if self._state is not SourceState.GAP:

@@ -58,6 +58,7 @@ class KvSubscriber:
         self._monitor: ConnectionMonitor | None = None
         self._replay: ReplayRequest | None = None
         self._replay_until_s = 0.0
+        self._replay_end_s = 0.0
         self._next_resync_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._unreachable_at_s: float | None = None
@@ -89,6 +90,10 @@ class KvSubscriber:
 
     async def aclose(self) -> None:
         """Close the sockets and forget the ranks. May be called again."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the sockets and forget the ranks, here and now. May be called again."""
         if self._reader is not None:
             for rank in self.spec.ranks():
                 self._index.remove_rank(rank)
@@ -231,7 +236,7 @@ class KvSubscriber:
             return True
         if reply is False:
             return False
-        self._replay_until_s = self._loop.time() + self._limits.replay_idle_s
+        self._replay_until_s = min(self._loop.time() + self._limits.replay_idle_s, self._replay_end_s)
         if reply is True:
             self._end_replay()
             self._execute(self.machine.on_replay_end())
@@ -262,6 +267,7 @@ class KvSubscriber:
     def _ask(self, command: RequestReplay) -> None:
         self._end_replay()
         assert self.spec.source.replay_endpoint is not None
+        self._replay_end_s = self._loop.time() + self._limits.replay_total_s
         self._replay_until_s = self._loop.time() + self._limits.replay_idle_s
         try:
             self._replay = ReplayRequest(self._context, self.spec.source.replay_endpoint, command.start, self._wake)

@@ -13,7 +13,9 @@ from zmq.utils.monitor import parse_monitor_message
 Context = zmq.Context[zmq.Socket[bytes]]
 
 MAX_MESSAGE_BYTES = 64 << 20
-RECEIVE_HWM = 10_000
+RECEIVE_HWM = 2_000
+# A publisher drops replies for which there is no room, so there must be room for all that it keeps.
+REPLAY_HWM = 20_000
 RECONNECT_MS = 100
 RECONNECT_MAX_MS = 5_000
 HEARTBEAT_MS = 5_000
@@ -25,7 +27,7 @@ def quiet_socket(context: Context, kind: int) -> zmq.Socket[bytes]:
     socket = context.socket(kind)
     for option, value in (
         (zmq.LINGER, 0),
-        (zmq.RCVHWM, RECEIVE_HWM),
+        (zmq.RCVHWM, REPLAY_HWM if kind == zmq.DEALER else RECEIVE_HWM),
         (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
         (zmq.RECONNECT_IVL, RECONNECT_MS),
         (zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS),

@@ -45,6 +45,7 @@ class KvPublisher:
         sent: Messages of this life, for replays.
         keeps: How many of them a replay can give.
         is_deaf: Replays are not answered.
+        has_no_end: Replays bring their first message again and again.
         subscriptions: How many there have been, over all lives.
     """
 
@@ -62,6 +63,7 @@ class KvPublisher:
         self.keeps = 10_000
         self.is_deaf = False
         self.subscriptions = 0
+        self.has_no_end = False
         self._pub = self._bind(zmq.XPUB, "tcp://127.0.0.1:*")
         self._router = self._bind(zmq.ROUTER, "tcp://127.0.0.1:*")
         self.endpoint = self._pub.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -155,6 +157,11 @@ class KvPublisher:
     def _answer(self, identity: bytes, start: int) -> None:
         first = max(start, len(self.sent) - self.keeps)
         topic = [] if self._is_old else [b"kv"]
+        if self.has_no_end:
+            if not self._router.closed:
+                self._router.send_multipart([identity, b"", *topic, bytes(8), self.sent[0]])
+                self._loop.call_later(0.02, self._answer, identity, start)
+            return
         for seq in range(first, len(self.sent)):
             self._router.send_multipart([identity, b"", *topic, seq.to_bytes(8, "big"), self.sent[seq]])
         self._router.send_multipart([identity, b"", *([] if self._is_old else [b""]), END, b""])

@@ -5,9 +5,13 @@ import tracemalloc
 
 import pytest
 
+from kv_events import index as index_module
+from kv_events import index_namespaces
 from kv_events.hashing import block_hashes, pack_tokens
 from kv_events.index import ApplyReport, PrefixIndex, RankId
 from kv_events.index_holder import SHARDS
+from kv_events.index_namespaces import inherit
+from kv_events.index_types import chain_hashes
 from kv_events.types import BASE, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, Namespace, Tier
 from tests.kv_events.blocks import BLOCK_SIZE, names, query, removed, stored, tokens
 
@@ -219,6 +223,53 @@ def test_vllm_names_the_salt_in_the_first_block_and_the_adapter_in_all() -> None
     both = Namespace(lora_name="ad", salt="tenant")
     index = index_of(stored("a", namespace=both), stored("ab", 1, namespace=Namespace(lora_name="ad")))
     assert matched(index, "ab", both) == 2
+
+
+@pytest.mark.parametrize(
+    ("parent", "own", "expected"),
+    [
+        pytest.param(BASE, None, BASE, id="nothing said"),
+        pytest.param(BASE, SALT, SALT, id="salt opened"),
+        pytest.param(SALT, BASE, SALT, id="salt inherited"),
+        pytest.param(SALT, Namespace(salt="x"), None, id="another salt"),
+        pytest.param(SALT, Namespace(lora_name="ad"), None, id="adapter below a salt"),
+        pytest.param(BASE, Namespace(lora_id=7), Namespace(lora_id=7), id="adapter opened"),
+        pytest.param(Namespace(lora_id=7), Namespace(lora_id=8), None, id="another adapter"),
+        pytest.param(Namespace(lora_id=7), SALT, Namespace(lora_id=7, salt="tenant"), id="salt below an adapter"),
+        pytest.param(BASE, Namespace(opaque="x"), None, id="opaque"),
+    ],
+)
+def test_k8_inheritance(parent: Namespace, own: Namespace | None, expected: Namespace | None) -> None:
+    assert inherit(parent, own) == expected
+
+
+def test_namespaces_without_a_number_left_are_opaque(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_namespaces, "MAX_NAMESPACES", 1)
+    index = index_of(stored("a", namespace=SALT), stored("b", namespace=Namespace(salt="x")))
+    assert (matched(index, "a", SALT), matched(index, "b", Namespace(salt="x"))) == (1, 0)
+
+
+def test_three_names_for_a_salted_block() -> None:
+    index = index_of(*(stored("a", engine=engine, namespace=SALT) for engine in "xyz"))
+    for engine, expected in (("x", 1), ("z", 1), ("y", 0)):
+        index.apply(A, [removed("a", [0], engine)])
+        assert matched(index, "a", SALT) == expected
+    assert len(index._namespaces) == 0
+
+
+def test_interned_masks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_module, "MAX_INTERNED_MASKS", 2)
+    index = PrefixIndex()
+    for number in range(8):
+        index.add_rank(("w", number))
+        index.apply(("w", number), [stored("abcd"[: 1 + number % 4])])
+    assert len(index._masks) <= 2
+    assert index.overlap(query("abcd")).device == {("w", number): 1 + number % 4 for number in range(8)}
+
+
+def test_blocks_of_an_opaque_namespace_have_no_hashes() -> None:
+    with pytest.raises(ValueError, match="opaque"):
+        chain_hashes(stored("a"), Namespace(opaque="x"), None)
 
 
 def test_namespaces_are_forgotten_with_their_last_block() -> None:

@@ -102,6 +102,13 @@ async def followed(
         made.sweeper.close()
 
 
+@pytest.mark.parametrize(
+    "anyio_backend",
+    [
+        pytest.param(("asyncio", {"debug": True}), id="asyncio"),
+        pytest.param(("asyncio", {"use_uvloop": True}), id="uvloop"),
+    ],
+)
 async def test_events_reach_the_index(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     async with kv_publisher(context) as publisher, followed(context, publisher) as made:
         await made.state("live")
@@ -357,6 +364,31 @@ async def test_an_error_in_the_work_does_not_stop_the_reader(context: zmq.Contex
         made.index.store = right  # type: ignore[method-assign]
         publisher.publish(stored("xy"))
         await made.match("xy", 2)
+
+
+async def test_a_large_batch_is_applied_in_pieces(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    async with kv_publisher(context) as publisher, followed(context, publisher) as made:
+        steps: list[float] = []
+        step = made.subscriber._queue.step
+
+        def counted(now_s: float) -> None:
+            steps.append(now_s)
+            step(now_s)
+
+        made.subscriber._queue.step = counted  # type: ignore[method-assign]
+        publisher.publish(*(stored("abcdefgh", engine=str(number)) for number in range(200)))
+        await until(lambda: made.observed.events["stored"] == 200, "all of it")
+        assert len(steps) >= 4
+
+
+async def test_a_replay_without_end_is_given_up(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    limits = SubscriberLimits(replay_idle_s=0.2 * TIME_SCALE, replay_total_s=0.4 * TIME_SCALE)
+    async with kv_publisher(context) as publisher, followed(context, publisher, limits) as made:
+        publisher.has_no_end = True
+        publisher.publish(stored("ab"), is_lost=True)
+        publisher.publish(stored("cd"))
+        await made.match("cd", 2)
+        assert "replay_failed" in made.observed.resets
 
 
 async def test_many_messages_leave_the_loop_to_others(context: zmq.Context[zmq.Socket[bytes]]) -> None:
