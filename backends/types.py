@@ -87,6 +87,7 @@ class EngineFacts:
         max_running_requests: The engine's own limit over all ranks, ``None`` if it states none.
         boot_id: Changes with every start of the engine's process.
         weight_version: The engine's label of its weights, ``None`` if it has none.
+        adapters: Those of ``models`` that are LoRA adapters.
         kv_blocks: Blocks that the KV cache of one rank holds, ``None`` if unknown.
         kv_announcement: JSON in which the engine says where it publishes KV events; empty if it says nothing.
     """
@@ -104,5 +105,6 @@ class EngineFacts:
     boot_id: str = ""
     weight_version: str | None = None
     models: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
     kv_blocks: int | None = None
     kv_announcement: bytes = field(default=b"", repr=False)

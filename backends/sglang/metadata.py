@@ -104,6 +104,7 @@ def facts_from(model_info: bytes, server_info: bytes, models: bytes) -> EngineFa
         boot_id="" if server.random_seed is None else str(server.random_seed),
         weight_version=model.weight_version,
         models=tuple(item.id for item in served.data),
+        adapters=tuple(item.id for item in served.data if item.parent is not None),
         kv_blocks=server.max_total_num_tokens // page_size if server.max_total_num_tokens else None,
         kv_announcement=_announcement(server_info),
     )

@@ -59,6 +59,7 @@ def facts_from(models: bytes, version: bytes, metrics: bytes, kv_event_sources: 
         version_text=text,
         model_id=base.id,
         models=tuple(model.id for model in served),
+        adapters=tuple(model.id for model in served if model.parent is not None),
         dp_size=max(len({labels.get("engine", "0") for labels in ranks}), 1),
         page_size=sizes[0] if sizes else 16,
         context_tokens=base.max_model_len,
