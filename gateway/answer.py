@@ -12,7 +12,7 @@ import msgspec
 
 from backends.sse import DONE_DATA, EventCutter, data_of, events, name_of
 from backends.upstream.base import AnswerHead, Headers
-from gateway.errors import MAX_ENGINE_TEXT_CHARS, EngineRefused, ErrorReport, engine_failure
+from gateway.engine_errors import engine_message, refusal_in
 from gateway.ids import IdMap
 from gateway.outcome import Outcome
 from gateway.routes import Dialect
@@ -34,6 +34,9 @@ _SUMS = b'"usage":{'
 _SUMS_AT = re.compile(re.escape(_SUMS)).finditer
 # A usage object and its details are shorter.
 _USAGE_BYTES = 512
+# A choice has ended: a reason in words, or natively in an object.
+_FINISHED = re.compile(rb'"finish_reason":\s*["{]')
+_UNFINISHED = re.compile(rb'"finish_reason":\s*null')
 _ABORT = (b'"type":"abort"', b'"finish_reason":"abort"')
 _FAILED_EVENTS = frozenset({b"error", b"response.failed"})
 _FAILED_RESPONSE = b'"status":"failed"'
@@ -54,39 +57,11 @@ def passed_headers(head: AnswerHead) -> Headers:
     return [h for h in head.headers if h[0] not in NOT_PASSED and h[0] not in named]
 
 
-class _FinishReason(msgspec.Struct):
-    type: str = ""
-    message: str | None = None
-    status_code: int | None = None
-
-
-class _MetaInfo(msgspec.Struct):
-    finish_reason: _FinishReason | None = None
-
-
-class _Error(msgspec.Struct):
-    message: str | None = None
-    code: int | str | None = None
-
-
-class _Event(msgspec.Struct):
-    error: _Error | str | None = None
-    meta_info: _MetaInfo | None = None
-
-
-class _ErrorBody(msgspec.Struct):
-    error: _Error | str | None = None
-    message: str | None = None
-    detail: str | None = None
-
-
 class _Response(msgspec.Struct):
     status: str = ""
 
 
 _response = msgspec.json.Decoder(_Response)
-_event = msgspec.json.Decoder(_Event)
-_error_body = msgspec.json.Decoder(_ErrorBody)
 
 
 @dataclass(slots=True)
@@ -138,67 +113,23 @@ def _last_usage(texts: Iterable[bytes]) -> Usage:
     return Usage(found.get(b"input"), found.get(b"output"), found.get(b"cached"))
 
 
-def refusal_in(event_data: bytes) -> EngineRefused | None:
-    """The engine's error, if an event that came first holds one.
-
-    Engines answer many bad requests with status 200 and an error event, or with an abort that carries a status.
-    While nothing has been sent to the client, the true status can still be given.
-
-    Args:
-        event_data: Payload of the first event.
-    """
-    if b'"error"' not in event_data and b'"status_code":' not in event_data:
-        return None
-    try:
-        event = _event.decode(event_data)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return None
-    if isinstance(event.error, str):
-        return _refused(500, event.error, body=event_data)
-    if event.error is not None:
-        code = str(event.error.code)
-        status = int(code) if code.isdecimal() and len(code) == 3 else 500
-        return _refused(status, event.error.message or "", body=event_data)
-    reason = event.meta_info.finish_reason if event.meta_info else None
-    if reason is None or reason.type != "abort" or reason.status_code is None:
-        return None
-    return _refused(reason.status_code, reason.message or "", body=None)
-
-
-def _refused(status: int, message: str, *, body: bytes | None) -> EngineRefused:
-    if not 400 <= status <= 599:
-        status = 500
-    if status >= 500:
-        return EngineRefused(engine_failure(status, message))
-    outcome = Outcome.OVERLOADED if status == 429 else Outcome.REJECTED
-    report = ErrorReport(status, "invalid_request", message[:MAX_ENGINE_TEXT_CHARS], outcome)
-    return EngineRefused(report, body=body, headers=[(b"content-type", b"application/json")])
-
-
-def engine_message(body: bytes) -> str:
-    """The text in an engine's error body, whichever of its shapes that has."""
-    try:
-        parsed = _error_body.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return body[:MAX_ENGINE_TEXT_CHARS].decode("utf-8", "replace")
-    nested = parsed.error.message if isinstance(parsed.error, _Error) else parsed.error
-    return (nested or parsed.message or parsed.detail or "")[:MAX_ENGINE_TEXT_CHARS]
-
-
 class StreamAnswer:
     """One stream of events: whole events out, with public ids, and the verdict at the end.
 
     Args:
         ids: Replaces engine ids.
         max_event_bytes: Bound of one event.
-        last_events: Names of the events that end a stream; where there are none, ``[DONE]`` ends it.
+        last_events: Names of the events that end a stream; where there are none, ``[DONE]`` ends it, behind an event
+            with a finish reason.
         look: Shown every block of whole events as the engine sent it.
     """
 
     __slots__ = (
         "_abort_block",
+        "_before_last",
         "_cutter",
         "_error_block",
+        "_has_ended",
         "_ids",
         "_last",
         "_last_events",
@@ -220,9 +151,10 @@ class StreamAnswer:
         self._last_events = last_events
         self._ids = ids
         self._cutter = EventCutter(max_event_bytes)
-        self._last = b""
+        self._last = self._before_last = b""
         self._abort_block = b""
         self._saw_done = False
+        self._has_ended = False
         self._error_block = b""
         self._usage_pieces: list[bytes] = []
         self.bytes_in = 0
@@ -247,7 +179,11 @@ class StreamAnswer:
         self.events_seen += block.count(b"\n\n")
         if (b"[DONE]" in block[-_TAIL_BYTES:] or b"data:" not in block) and self._is_end_only(block):
             return block
-        self._last = block
+        if self._last_events:
+            block = self._until_last_event(block)
+        if not block:
+            return b""
+        self._before_last, self._last = self._last, block
         if self._last_events and _SUMS in block:
             self._note_usage(block)
         if _ERROR_EVENT in block:
@@ -255,6 +191,20 @@ class StreamAnswer:
         if _ABORT[0] in block or _ABORT[1] in block:
             self._abort_block = block
         return block
+
+    def _until_last_event(self, block: bytes) -> bytes:
+        """The block without what an engine sends behind its own last event: the client takes that for the end."""
+        if self._has_ended:
+            return b""
+        if not any(b"event: " + name in block for name in self._last_events):
+            return block
+        kept = []
+        for event in events(block):
+            kept.append(event)
+            if name_of(event) in self._last_events:
+                self._has_ended = True
+                break
+        return b"".join(kept)
 
     def _note_usage(self, block: bytes) -> None:
         """Remember the first and the last usage; ``/v1/messages`` tells input and output in different events."""
@@ -283,9 +233,22 @@ class StreamAnswer:
             return Verdict(Outcome.TRUNCATED, False, usage, "the engine's stream ended without its end marker")
         if self._abort_block:
             return Verdict(_abort_outcome(self._abort_block), True, usage)
-        if not last and was_aborted:
-            return Verdict(Outcome.ABORTED, True, usage)
+        if not self._is_finished(last):
+            # An engine that gives up a request by itself may end its stream like this.
+            if was_aborted:
+                return Verdict(Outcome.ABORTED, True, usage)
+            return Verdict(Outcome.TRUNCATED, True, usage, "the engine ended its stream without a finish reason")
         return Verdict(Outcome.COMPLETE, True, usage)
+
+    def _is_finished(self, last: bytes) -> bool:
+        """Whether anything came, and the last of it had a finish reason, if it had one at all.
+
+        Chunks of usage come behind the last choice's end.
+        """
+        ends = (self._before_last, self._last)
+        return bool(last) and (
+            any(_FINISHED.search(block) for block in ends) or not any(_UNFINISHED.search(block) for block in ends)
+        )
 
     def _named_verdict(self, usage: Usage, last: bytes) -> Verdict:
         """The verdict by the name of the last event that has data."""

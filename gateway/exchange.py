@@ -150,6 +150,7 @@ class Exchange:
         """The client left before its body was complete."""
         self._bytes_in = bytes_in
         self._cause = self._cause or Cause.CLIENT_GONE
+        self._known_id()
         await self._finish()
 
     # From outside, at any time.

@@ -17,7 +17,7 @@ engine had not sent when it made the queue's abort event is lost (``completion_t
 import re
 
 from backends.errors import AnswerMalformed
-from gateway.answer import refusal_in
+from gateway.engine_errors import refusal_in
 from gateway.errors import EngineRefused
 from gateway.fold_values import EventFold, Fields, Joined, parse_index, parse_object, render
 

@@ -12,7 +12,7 @@ import orjson
 
 from backends.errors import AnswerMalformed, AnswerTooLarge
 from backends.sse import DONE_DATA, data_of, events, name_of
-from gateway.answer import refusal_in
+from gateway.engine_errors import refusal_in
 from gateway.errors import EngineRefused, ErrorReport, GatewayError, engine_failure
 from gateway.outcome import Outcome
 

@@ -16,7 +16,7 @@ from backends.types import EngineIds
 
 # Where the engines' answers hold a request's id: first in meta_info, or first in an OpenAI object.
 _META_ID = re.compile(rb'("meta_info":\{"id":")([0-9a-f]{32})"')
-_EVENT_ID = re.compile(rb'("meta_info":\{"id":"|\Adata: \{"id":")([0-9a-f]{32})"')
+_EVENT_ID = re.compile(rb'("meta_info":\{"id":"|\A[\r\n]*data: \{"id":")([0-9a-f]{32})"')
 _FIRST_ID = re.compile(rb'("meta_info":\{"id":"|\A\{"id":")([0-9a-f]{32})"')
 _CHILD_ID_BYTES = 64
 _STREAM_BEGINNINGS = (b"data:", b"event:", b":")

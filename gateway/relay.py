@@ -13,11 +13,11 @@ from gateway.answer import (
     Verdict,
     first_data,
     passed_headers,
-    refusal_in,
     unary_verdict,
 )
 from gateway.child_ids import revealed
 from gateway.downstream import Downstream
+from gateway.engine_errors import refusal_in
 from gateway.envelope import Envelope
 from gateway.errors import (
     ABORTED,

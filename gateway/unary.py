@@ -2,7 +2,8 @@
 
 from backends.errors import AnswerTooLarge
 from backends.upstream.base import AnswerHead, UpstreamCall
-from gateway.answer import engine_message, passed_headers
+from gateway.answer import passed_headers
+from gateway.engine_errors import engine_message
 from gateway.errors import BACKEND_AUTH, EngineRefused, ErrorReport, GatewayError, engine_failure
 from gateway.ids import IdMap
 from gateway.outcome import Outcome

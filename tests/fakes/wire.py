@@ -135,7 +135,11 @@ async def wire(address: tuple[str, int], *, receive_buffer_bytes: int | None = N
     sock.setblocking(False)
     if receive_buffer_bytes is not None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
-    await asyncio.get_running_loop().sock_connect(sock, address)
+    try:
+        await asyncio.get_running_loop().sock_connect(sock, address)
+    except OSError:
+        sock.close()
+        raise
     reader, writer = await asyncio.open_connection(sock=sock, limit=256 * 1024)
     try:
         yield Wire(reader, writer)

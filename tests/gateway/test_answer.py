@@ -14,16 +14,16 @@ from gateway.answer import (
     StreamAnswer,
     Usage,
     Verdict,
-    engine_message,
     first_data,
     passed_headers,
-    refusal_in,
     unary_verdict,
     usage_of,
 )
+from gateway.engine_errors import engine_message, refusal_in
 from gateway.errors import MAX_ENGINE_TEXT_CHARS
 from gateway.ids import SingleId
 from gateway.outcome import Outcome
+from gateway.routes import LAST_EVENTS, Dialect
 from tests.fakes.replay_engine import captured_answer
 from tests.simulator.wire import load_capture
 
@@ -216,6 +216,9 @@ ABORTED = LAST.replace(b'"length"', b'"abort","message":"Aborted","status_code":
 USAGE = Usage(6, 2)
 
 
+UNFINISHED = "the engine ended its stream without a finish reason"
+
+
 @pytest.mark.parametrize(
     ("wire", "was_aborted", "outcome", "is_terminated", "usage", "message"),
     [
@@ -232,7 +235,9 @@ USAGE = Usage(6, 2)
                      "", id="abort finish of a chat"),
         pytest.param(DONE, True, Outcome.ABORTED, True, Usage(), "", id="[DONE] alone after our abort"),
         pytest.param(b": ping\n\n" + DONE, True, Outcome.ABORTED, True, Usage(), "", id="[DONE] and comments"),
-        pytest.param(DONE, False, Outcome.COMPLETE, True, Usage(), "", id="[DONE] alone"),
+        pytest.param(DONE, False, Outcome.TRUNCATED, True, Usage(), UNFINISHED, id="[DONE] alone"),
+        pytest.param(b'data: {"choices":[{"delta":{"role":"assistant"},"finish_reason":null}]}\n\n' + DONE, False,
+                     Outcome.TRUNCATED, True, Usage(), UNFINISHED, id="[DONE] behind a role"),
         pytest.param(CHUNK + b'data: {"error": {"message": "oom", "code": 500}}\n\n' + DONE, False,
                      Outcome.ENGINE_ERROR, True, Usage(), "oom", id="error event"),
         pytest.param(b'data: {"error":"first"}\n\n' + CHUNK + DONE, False, Outcome.ENGINE_ERROR, True, Usage(6, 1),
@@ -381,3 +386,12 @@ def test_captured_bodies(name: str, outcome: Outcome, usage: Usage | None) -> No
     assert through([body])[1] == verdict
     if usage is not None:
         assert verdict.usage.prompt_tokens == usage.prompt_tokens
+
+
+def test_nothing_follows_the_last_event_of_a_stream_that_has_one() -> None:
+    answer = StreamAnswer(SingleId("e" * 32, "p"), 1000, LAST_EVENTS[Dialect.MESSAGES])
+    end = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+    assert answer.feed(end + b'data: {"x":1}\n\n') == end
+    assert answer.feed(b'data: {"y":1}\n\n') == b""
+    verdict = answer.verdict(was_aborted=False)
+    assert (verdict.outcome, verdict.is_terminated) == (Outcome.COMPLETE, True)

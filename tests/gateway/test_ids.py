@@ -244,3 +244,11 @@ def test_any_public_id_comes_out_as_json(public: str) -> None:
     assert through_body(SingleId(ENGINE, public), cut(b'"%b"' % ENGINE.encode(), [7, 20])) == b'"%b"' % json_inner(
         public
     )
+
+
+def test_a_blank_line_too_many_hides_no_child() -> None:
+    ids = ChildIds("p", has_one_id=False)
+    first, second = b"a" * 32, b"b" * 32
+    assert ids.apply(b'data: {"id":"%b","choices":[{"index":0}]}\n\n' % first).startswith(b'data: {"id":"p_0"')
+    later = ids.apply(b'\ndata: {"id":"%b","choices":[{"index":1}]}\n\n' % second)
+    assert later.startswith(b'\ndata: {"id":"p_1"')

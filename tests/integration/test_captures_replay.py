@@ -137,8 +137,8 @@ class Setup:
 
 @pytest.fixture(scope="module")
 async def single(anyio_backend: object) -> AsyncIterator[Setup]:
-    """An engine with one rank."""
-    async with replay_engine() as engine, running_gateway(engine.url) as gateway:
+    """An engine with one rank; samples stay with it, since its answers to several were captured whole."""
+    async with replay_engine() as engine, running_gateway(engine.url, native_n=True) as gateway:
         yield Setup(engine, gateway)
 
 
