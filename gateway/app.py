@@ -33,6 +33,8 @@ from gateway.auth import Keys
 from gateway.data_plane import DataPlane
 from gateway.deadlines import TimeLimits
 from gateway.fleet_control import FleetControl
+from gateway.kv_metrics import KvMetrics
+from gateway.kv_view import KvView
 from gateway.lifespan import WatchTimes
 from gateway.live import LiveLegs, LiveRequests
 from gateway.metrics import Metrics
@@ -80,6 +82,8 @@ class Gateway:
         self.failed: str | None = None
         for spec in settings.workers:
             resolve_worker_keys(spec)  # a missing variable is told at once
+        self.kv_metrics = KvMetrics(lambda worker, dp_rank: self.kv.blocks(worker, dp_rank))
+        self.kv = KvView(self.kv_metrics, lambda worker_id: self.workers.kv_setting(worker_id))
         self.services = self._make_services(settings)
         self.keys = Keys(
             read_key_file(settings.api_key_file) if settings.api_key_file else (),
@@ -115,6 +119,7 @@ class Gateway:
             knows_model=lambda model: model in fleet.models,
             access_log_dropped=lambda: self._access_log.dropped_total,
         )
+        metrics.add(self.kv_metrics.families)
         aborter = AbortSupervisor(
             self._control,
             metrics,
@@ -145,6 +150,7 @@ class Gateway:
             aborter=aborter,
             live=live,
             legs=LiveLegs(),
+            kv=self.kv,
             metrics=metrics,
             log_access=self._access_log.write,
             clock=time.monotonic,
@@ -164,6 +170,10 @@ class Gateway:
 
     def _worker_changed(self, member: Member) -> None:
         self.services.metrics.worker_ready(member.worker.id, member.state is WorkerState.READY)
+        if self.services.fleet.get(member.worker.id) is None:
+            self.kv.forget(member.worker.id)
+        else:
+            self.kv.changed(member)
         if member.is_paused:
             self.services.aborter.paused(member.worker.id)
         else:
@@ -253,6 +263,7 @@ class Gateway:
         await self.workers.aclose()
         await self._drains.aclose()
         await self.services.aborter.aclose()
+        self.kv.close()
         await self._client.aclose()
         await self._control.aclose()
         await self._access_log.close()

@@ -66,9 +66,14 @@ def run(argv: Sequence[str]) -> int:
         signal.signal(signal.SIGINT, before_int)
 
 
+_ANY_PORT = "tcp://127.0.0.1:0"
+
+
 async def _serve(engines: list[SimulatedEngine], host: str, port: int) -> int:
     for _ in range(2):
-        engine = SimulatedEngine(EngineOptions(model=MODEL, inter_token_ms=_INTER_TOKEN_MS))
+        engine = SimulatedEngine(
+            EngineOptions(model=MODEL, inter_token_ms=_INTER_TOKEN_MS, kv_events=_ANY_PORT, replay=_ANY_PORT)
+        )
         await engine.start()
         engines.append(engine)
     workers = tuple(WorkerSpec(engine.url) for engine in engines)

@@ -114,6 +114,11 @@ class FleetControl:
             logger.warning("worker %s gets no requests: this release cannot pair %s workers", worker.id, member.role)
         return member
 
+    def kv_setting(self, worker_id: str) -> str:
+        """What the operator says of a worker's KV events: ``auto``, ``off``, or an endpoint."""
+        spec = self._specs.get(worker_id)
+        return spec.kv_events if spec else "off"
+
     def _call_removal_off(self, member: Member) -> None:
         removal = self._removals.pop(member.worker.id, None)
         if removal is not None:

@@ -167,6 +167,10 @@ class Metrics:
         for key in [key for key in self._attempts if key[0] == worker_id]:
             del self._attempts[key]
 
+    def add(self, families: Callable[[], Iterator[Metric]]) -> None:
+        """Show further families with the others."""
+        self._registry.register(_Collector(families))
+
     def render(self) -> bytes:
         """Return everything in Prometheus' text form, to be sent as ``CONTENT_TYPE``."""
         return generate_latest(self._registry)

@@ -9,6 +9,7 @@ from backends.types import EngineKind, Worker
 from backends.upstream.base import UpstreamClient
 from gateway.access_log import AccessRecord
 from gateway.deadlines import NO_LIMITS, TimeLimits
+from gateway.kv_view import KvView
 from gateway.live import LiveLegs, LiveRequests
 from gateway.metrics import Metrics
 from routers.base import Router
@@ -53,6 +54,7 @@ class Services:
         aborter: Owns what outlives a request.
         live: The requests being served.
         legs: Their upstream requests, and those whose client is gone.
+        kv: What is known of the engines' caches.
         metrics: Counters.
         log_access: Takes one record for each request.
         clock: Monotonic seconds.
@@ -70,6 +72,7 @@ class Services:
     aborter: AbortSupervisor
     live: LiveRequests
     legs: LiveLegs
+    kv: KvView
     metrics: Metrics
     log_access: Callable[[AccessRecord], None]
     clock: Callable[[], float]

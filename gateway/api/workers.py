@@ -31,7 +31,7 @@ def describe_member(services: Services, member: Member) -> dict[str, object]:
         "load": member.in_flight,
         "in_flight": member.in_flight,
         "dp_size": facts.dp_size if facts else None,
-        "kv": {"state": "off", "blocks": 0, "epoch": None, "last_seq": None},
+        "kv": _kv(services, member),
         "state": str(member.state),
         "detail": member.detail or services.fleet.reason(member),
         "breaker": str(member.breaker.state),
@@ -42,9 +42,43 @@ def describe_member(services: Services, member: Member) -> dict[str, object]:
         "weight_version": facts.weight_version if facts else None,
         "cancellation": _cancellation(facts) if facts else None,
         "ranks": [
-            {"dp_rank": rank, "in_flight": load.in_flight, "blocks": load.blocks, "prefill_tokens": load.prefill_tokens}
+            {
+                "dp_rank": rank,
+                "in_flight": load.in_flight,
+                "blocks": load.blocks,
+                "prefill_tokens": load.prefill_tokens,
+                "kv": _kv_of_rank(services, member.worker.id, rank),
+            }
             for rank, load in enumerate(member.loads)
         ],
+    }
+
+
+# The state of a worker is that of its worst rank.
+_KV_STATES = ("misconfigured", "gap", "replaying", "cold", "live")
+
+
+def _kv_of_rank(services: Services, worker_id: str, dp_rank: int) -> dict[str, object]:
+    epoch, last_seq = services.kv.position(worker_id, dp_rank)
+    return {
+        "state": services.kv.state(worker_id, dp_rank),
+        "blocks": services.kv.blocks(worker_id, dp_rank),
+        "epoch": epoch,
+        "last_seq": last_seq,
+    }
+
+
+def _kv(services: Services, member: Member) -> dict[str, object]:
+    """KV events of all ranks in one: the worst state, all blocks, and the position of the first rank."""
+    ranks = [_kv_of_rank(services, member.worker.id, rank) for rank in range(member.dp_size)]
+    states = {rank["state"] for rank in ranks}
+    first: dict[str, object] = ranks[0] if ranks else {"epoch": None, "last_seq": None}
+    return {
+        "state": next((state for state in _KV_STATES if state in states), "off"),
+        "blocks": sum(services.kv.blocks(member.worker.id, rank) for rank in range(member.dp_size)),
+        "epoch": first["epoch"],
+        "last_seq": first["last_seq"],
+        "problem": services.kv.problem(member.worker.id),
     }
 
 

@@ -1,0 +1,236 @@
+"""The gateway's view of the engines' caches: whose events are followed, and how far the index can be trusted."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import zmq
+
+from backends.types import EngineFacts, EngineKind
+from kv_events.errors import SourceMisconfigured
+from kv_events.index import PrefixIndex
+from kv_events.index_sweep import IndexSweeper
+from kv_events.publisher import PublisherSpec, SourceObserver, SubscriberLimits
+from kv_events.sequence import SourceState
+from kv_events.sources import Source, announced_by_sglang, announced_by_vllm, set_by_operator
+from kv_events.subscriber import KvSubscriber
+from routers.fleet import Member
+from routers.types import RankKey
+
+logger = logging.getLogger("forebay.kv_events")
+
+# vLLM announces a block for each of the requests that have computed it; SGLang once.
+_COPIES = {EngineKind.SGLANG: 1, EngineKind.VLLM: 2}
+# What is known of these is right, if perhaps not all; what is known of others may be stale.
+TRUSTED = frozenset({SourceState.LIVE, SourceState.COLD})
+
+
+@dataclass(slots=True)
+class _Followed:
+    """One worker whose events are followed, or could not be.
+
+    Attributes:
+        facts: What its sources were made from.
+        subscribers: By rank.
+        states: By rank, as last told.
+        problem: Why its events cannot be followed; empty if they can, or if it publishes none.
+    """
+
+    facts: EngineFacts
+    subscribers: dict[int, KvSubscriber] = field(default_factory=dict)
+    states: dict[int, SourceState] = field(default_factory=dict)
+    problem: str = ""
+
+
+class KvCounters(SourceObserver, Protocol):
+    """``SourceObserver`` that is told of forgotten workers too."""
+
+    def kv_forget(self, worker: str) -> None:
+        """A worker's sources are followed no more."""
+
+
+class KvView:
+    """Follows the publishers of all workers into one index. Lives on the loop.
+
+    Args:
+        counters: Told of what the sources do.
+        setting_of: The operator's ``kv_events`` of a worker: ``auto``, ``off``, or an endpoint.
+        limits: Times of the subscribers.
+
+    Attributes:
+        index: Which rank holds which prefix.
+    """
+
+    def __init__(
+        self,
+        counters: KvCounters,
+        setting_of: Callable[[str], str],
+        limits: SubscriberLimits | None = None,
+    ) -> None:
+        self.index = PrefixIndex()
+        self._counters = counters
+        self._setting_of = setting_of
+        self._limits = limits
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._sweeper = IndexSweeper(self.index)
+        self._followed: dict[str, _Followed] = {}
+
+    # Workers.
+
+    def changed(self, member: Member) -> None:
+        """Follow the sources of a worker whose facts are new, and tell them of its new life."""
+        facts, worker_id = member.facts, member.worker.id
+        if facts is None:
+            return
+        known = self._followed.get(worker_id)
+        if known is not None and _same_sources(known.facts, facts):
+            if known.facts.boot_id != facts.boot_id:
+                for subscriber in known.subscribers.values():
+                    subscriber.on_boot(facts.boot_id)
+            known.facts = facts
+            return
+        self.forget(worker_id)
+        self._follow(member, facts)
+
+    def forget(self, worker_id: str) -> None:
+        """Follow a worker no more; its blocks leave the index."""
+        followed = self._followed.pop(worker_id, None)
+        if followed is None:
+            return
+        for subscriber in followed.subscribers.values():
+            subscriber.close()
+        self._counters.kv_forget(worker_id)
+
+    def clear(self, worker_id: str) -> None:
+        """A worker's cache is known to be empty, or worthless: forget its blocks, and go on following it."""
+        for rank in self.index.ranks():
+            if rank[0] == worker_id:
+                self.index.clear_rank(rank)
+        self._sweeper.wake()
+
+    def _follow(self, member: Member, facts: EngineFacts) -> None:
+        worker_id = member.worker.id
+        followed = self._followed[worker_id] = _Followed(facts)
+        try:
+            sources = self._sources(member, facts)
+            for source in sources:
+                if source.dp_rank >= facts.dp_size:
+                    raise SourceMisconfigured(f"it announces rank {source.dp_rank}, and has {facts.dp_size}")
+                spec = PublisherSpec(
+                    worker_id,
+                    source,
+                    dp_size=facts.dp_size,
+                    capacity_blocks=facts.kv_blocks,
+                    max_copies=_COPIES[facts.engine],
+                )
+                subscriber = KvSubscriber(self._context, spec, self.index, self._sweeper, self, self._limits)
+                followed.subscribers[source.dp_rank] = subscriber
+                if facts.boot_id:
+                    subscriber.on_boot(facts.boot_id)
+                subscriber.start()
+        except SourceMisconfigured as exc:
+            followed.problem = str(exc)
+            for subscriber in followed.subscribers.values():
+                subscriber.close()
+            followed.subscribers.clear()
+            followed.states.clear()
+            logger.error("worker %s: its KV events cannot be followed: %s", worker_id, exc)
+            return
+        missing = sorted(set(range(facts.dp_size)) - set(followed.subscribers)) if sources else []
+        if missing:
+            logger.warning("worker %s: nobody tells where the KV events of the ranks %s are", worker_id, missing)
+
+    def _sources(self, member: Member, facts: EngineFacts) -> Sequence[Source]:
+        host = member.worker.origin.host
+        setting = self._setting_of(member.worker.id)
+        if setting == "off":
+            return ()
+        if setting != "auto":
+            return set_by_operator(setting, host, facts.dp_size, facts.page_size)
+        if not facts.kv_announcement:
+            return ()
+        if facts.engine is EngineKind.VLLM:
+            return announced_by_vllm(facts.kv_announcement, host, facts.page_size) or ()
+        return announced_by_sglang(facts.kv_announcement, host) or ()
+
+    # What is known.
+
+    def state(self, worker_id: str, dp_rank: int) -> str:
+        """State of a rank's source: a ``SourceState``, or ``off`` where none is followed."""
+        followed = self._followed.get(worker_id)
+        if followed is None:
+            return "off"
+        if followed.problem:
+            return str(SourceState.MISCONFIGURED)
+        if dp_rank not in followed.subscribers:
+            return "off"
+        return str(followed.states.get(dp_rank, SourceState.COLD))
+
+    def problem(self, worker_id: str) -> str:
+        """Why a worker's events cannot be followed; empty if there is nothing to say."""
+        followed = self._followed.get(worker_id)
+        return followed.problem if followed else ""
+
+    def is_trusted(self, key: RankKey) -> bool:
+        """Whether what the index has of a rank is right."""
+        followed = self._followed.get(key.worker_id)
+        return followed is not None and followed.states.get(key.dp_rank) in TRUSTED
+
+    @property
+    def follows_any(self) -> bool:
+        """Some source is followed."""
+        return any(followed.subscribers for followed in self._followed.values())
+
+    def blocks(self, worker_id: str, dp_rank: int) -> int:
+        """Blocks that the index has of a rank's device."""
+        return self.index.rank_blocks((worker_id, dp_rank))
+
+    def position(self, worker_id: str, dp_rank: int) -> tuple[str | None, int | None]:
+        """Epoch and last sequence number of a rank's source, ``None`` where none is followed."""
+        followed = self._followed.get(worker_id)
+        subscriber = followed.subscribers.get(dp_rank) if followed else None
+        if subscriber is None:
+            return None, None
+        return str(subscriber.machine.epoch), subscriber.machine.last_seq
+
+    # What sources tell; see ``SourceObserver``.
+
+    def kv_event(self, worker: str, kind: str) -> None:
+        """One event was applied."""
+        self._counters.kv_event(worker, kind)
+
+    def kv_dropped(self, reason: str, count: int) -> None:
+        """Something was left out."""
+        self._counters.kv_dropped(reason, count)
+
+    def kv_reset(self, worker: str, reason: str) -> None:
+        """All that was known of a source was forgotten."""
+        self._counters.kv_reset(worker, reason)
+
+    def kv_state(self, worker: str, dp_rank: int, state: SourceState) -> None:
+        """A source changed its state."""
+        followed = self._followed.get(worker)
+        if followed is not None:
+            before = followed.states.get(dp_rank)
+            followed.states[dp_rank] = state
+            level = logging.INFO if before is None or state in TRUSTED else logging.WARNING
+            logger.log(level, "worker %s: KV events of rank %d are %s", worker, dp_rank, state)
+        self._counters.kv_state(worker, dp_rank, state)
+
+    def close(self) -> None:
+        """Close every socket."""
+        for worker_id in list(self._followed):
+            self.forget(worker_id)
+        self._sweeper.close()
+        self._context.destroy(linger=0)
+
+
+def _same_sources(known: EngineFacts, new: EngineFacts) -> bool:
+    return (known.engine, known.dp_size, known.page_size, known.kv_blocks, known.kv_announcement) == (
+        new.engine,
+        new.dp_size,
+        new.page_size,
+        new.kv_blocks,
+        new.kv_announcement,
+    )
