@@ -1,50 +1,82 @@
 """Load booked on ranks: taken in the same step as the choice, given back exactly once. Pure."""
 
+from collections.abc import Sequence
+
+from routers.block_tree import BlockTree
+
 
 class RankLoad:
     """What the live requests have booked on one rank.
 
     Attributes:
         in_flight: Requests, or items of batches, that run or wait there.
-        blocks: KV blocks of their prompts.
+        blocks: KV blocks of their prompts; those known by hash count once, however many requests share them.
         prefill_tokens: Prompt tokens whose prefill has not ended.
     """
 
-    __slots__ = ("blocks", "in_flight", "prefill_tokens")
+    __slots__ = ("_tree", "blocks", "in_flight", "prefill_tokens")
 
     def __init__(self) -> None:
         self.in_flight = 0
         self.blocks = 0
         self.prefill_tokens = 0
+        self._tree = BlockTree()
 
     @property
     def is_idle(self) -> bool:
         """Nothing is booked."""
         return not (self.in_flight or self.blocks or self.prefill_tokens)
 
-    def book(self, *, requests: int, blocks: int, prefill_tokens: int) -> "RankBooking":
+    def shared_blocks(self, block_hashes: Sequence[int], guess: int = 0) -> int:
+        """Count the leading blocks of a prompt that live requests here use already; costs a few look-ups.
+
+        Args:
+            block_hashes: Sequence hashes of the prompt's blocks.
+            guess: A likely answer, such as that of another rank.
+        """
+        return self._tree.leading(block_hashes, guess)
+
+    def book(
+        self, *, requests: int, blocks: int, prefill_tokens: int, block_hashes: Sequence[int] = ()
+    ) -> "RankBooking":
         """Take load on this rank; synchronous, so that no other choice can come between a choice and its booking.
 
         Args:
             requests: Number of sequences, ``>= 1``.
             blocks: KV blocks of their prompts.
             prefill_tokens: Prompt tokens that must be computed.
+            block_hashes: Sequence hashes of the leading ones of these blocks, which other requests may share; the
+                remaining blocks are the request's own.
         """
         if requests < 1 or blocks < 0 or prefill_tokens < 0:
             raise ValueError(f"cannot book {requests} requests, {blocks} blocks, {prefill_tokens} tokens")
-        return RankBooking(self, requests, blocks, prefill_tokens)
+        if not block_hashes:
+            return RankBooking(self, requests, blocks, prefill_tokens)
+        before = len(self._tree)
+        chain_end = self._tree.hold(block_hashes)
+        self.blocks += len(self._tree) - before
+        return RankBooking(self, requests, max(0, blocks - len(block_hashes)), prefill_tokens, chain_end)
+
+    def release_chain(self, chain_end: int) -> None:
+        """Give the blocks of a chain back, but for those that other requests share; for bookings only."""
+        before = len(self._tree)
+        self._tree.release(chain_end)
+        self.blocks -= before - len(self._tree)
 
 
 class RankBooking:
     """One request's share of a rank's load."""
 
-    __slots__ = ("_blocks", "_is_released", "_load", "_prefill_tokens", "_requests")
+    __slots__ = ("_blocks", "_chain_end", "_is_released", "_load", "_prefill_tokens", "_requests")
 
-    def __init__(self, load: RankLoad, requests: int, blocks: int, prefill_tokens: int) -> None:
+    def __init__(
+        self, load: RankLoad, requests: int, blocks: int, prefill_tokens: int, chain_end: int | None = None
+    ) -> None:
         self._load = load
         self._requests = requests
         self._blocks = blocks
         self._prefill_tokens = prefill_tokens
+        self._chain_end = chain_end
         self._is_released = False
         load.in_flight += requests
         load.blocks += blocks
@@ -67,3 +99,5 @@ class RankBooking:
         self.first_token()
         self._load.in_flight -= self._requests
         self._load.blocks -= self._blocks
+        if self._chain_end is not None:
+            self._load.release_chain(self._chain_end)
