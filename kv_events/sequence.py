@@ -313,8 +313,11 @@ class SequenceMachine:
         commands: list[Command] = []
         if self._is_in_doubt:
             commands = self._restart("replay_failed")
-        elif self._state is SourceState.GAP:
+        elif self.last_seq is not None and self.last_seq >= 0:
+            # Also a first replay that was cut short: what it would have removed is still there.
             commands = self._lose("replay_failed")
+        else:
+            self.last_seq, self._is_complete = None, False
         self._replays_in_a_row = MAX_REPLAYS_IN_A_ROW
         return [*commands, *self._go_on()]
 
