@@ -1,7 +1,7 @@
 """The raw ASGI application in front of everything: generation routes here, all other paths to FastAPI."""
 
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from typing import Any, cast
 
 from starlette.exceptions import HTTPException
 
@@ -20,7 +20,7 @@ from gateway.errors import (
 )
 from gateway.exchange import Exchange
 from gateway.protocol import ConnectionProtocol, connection_of
-from gateway.routes import ROUTES
+from gateway.routes import ROUTES, Route
 from gateway.services import Services
 
 Scope = MutableMapping[str, Any]
@@ -28,6 +28,8 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_POST_TARGETS = {path.encode(): route for path, route in ROUTES.items() if "POST" in route.methods}
 
 
 class ClientLeft(Exception):
@@ -37,25 +39,24 @@ class ClientLeft(Exception):
 class AsgiDownstream:
     """``Downstream`` over ASGI messages and the server's connection."""
 
-    __slots__ = ("_connection", "_cycle", "_send", "is_gone")
+    __slots__ = ("_connection", "_cycle", "_on_gone", "_send", "is_gone")
 
     def __init__(self, send: Send, connection: ConnectionProtocol) -> None:
         self._send = send
         self._connection = connection
         self._cycle = connection.running
+        self._on_gone: Callable[[], None] | None = None
         self.is_gone = connection.is_gone
 
     def watch(self, on_gone: Callable[[], None] | None) -> None:
         """See ``Downstream.watch``."""
-        if on_gone is None:
-            self._connection.watch(None)
-            return
+        self._on_gone = on_gone
+        self._connection.watch(None if on_gone is None else self._gone)
 
-        def gone() -> None:
-            self.is_gone = True
-            on_gone()
-
-        self._connection.watch(gone)
+    def _gone(self) -> None:
+        self.is_gone = True
+        if self._on_gone is not None:
+            self._on_gone()
 
     async def start(self, status: int, headers: Headers) -> None:
         """See ``Downstream.start``."""
@@ -109,30 +110,42 @@ class DataPlane:
         connection = connection_of(scope)
         if connection is None:
             raise RuntimeError("the data plane needs gateway.protocol.ConnectionProtocol as the server's protocol")
-        headers: Headers = scope["headers"]
-        by_name = read_headers(headers)
         client = scope.get("client")
-        request = ClientRequest(
-            method=scope["method"],
-            path=scope["path"],
-            headers=headers,
-            by_name=by_name,
-            is_admin=b"x-forebay-worker" in by_name
-            and self._keys.may_administer(by_name, client[0] if client else None),
-        )
+        request = self._request(scope["method"], route, scope["headers"], client[0] if client else None)
         exchange = Exchange(self._services, route, request, AsgiDownstream(send, connection))
         refusal = self._refusal(request, route.methods)
         if refusal is not None:
             await exchange.refuse(refusal)
             return
         try:
-            body = await self._read_body(by_name, receive)
+            body = await self._read_body(request.by_name, receive)
         except GatewayError as exc:
             await exchange.refuse(exc.report)
         except ClientLeft as exc:
             await exchange.abandon(exc.args[0])
         else:
             await exchange.run(body)
+
+    def accept(self, target: bytes, headers: Headers, connection: ConnectionProtocol) -> Exchange | None:
+        """Take a request past ASGI if it can only be served; see ``DirectApplication``."""
+        route, cycle = _POST_TARGETS.get(target), connection.running
+        if route is None or cycle is None:
+            return None
+        request = self._request("POST", route, headers, connection.client[0] if connection.client else None)
+        size = request.by_name.get(b"content-length", b"")
+        if (
+            b"transfer-encoding" in request.by_name
+            or not size.isdigit()
+            or int(size) > self._services.limits.max_body_bytes
+            or self._refusal(request, route.methods) is not None
+        ):
+            return None
+        return Exchange(self._services, route, request, AsgiDownstream(cast(Send, cycle.send), connection))
+
+    def _request(self, method: str, route: Route, headers: Headers, client_host: str | None) -> ClientRequest:
+        by_name = read_headers(headers)
+        is_admin = b"x-forebay-worker" in by_name and self._keys.may_administer(by_name, client_host)
+        return ClientRequest(method, route.path, headers, by_name, is_admin)
 
     def _bounded(self, receive: Receive) -> Receive:
         """``receive`` for the other routes, whose bodies have the same limit."""

@@ -7,13 +7,15 @@ request. Here the connection itself calls the exchange, in the same loop step in
 import asyncio
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import httptools
 import orjson
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from backends.upstream.base import Headers
+from gateway.direct import DirectCycle, Serving
+from gateway.lingering import ClosesWhenRead
 
 SCOPE_KEY = "forebay.connection"
 # A client may go on sending a body that was refused, and must read the refusal; this bounds how long it is humoured.
@@ -31,28 +33,17 @@ JOIN_BODY_BELOW_BYTES = 64 * 1024
 LINGER_S = 30.0
 
 
-class _ClosesWhenRead:
-    """A transport for an answer that ends its connection.
+class DirectApplication(Protocol):
+    """An ASGI application that serves some requests without ASGI."""
 
-    Closing with unread input makes the kernel reset the connection, and the reset overtakes the answer.
-    """
+    def accept(self, target: bytes, headers: Headers, connection: "ConnectionProtocol") -> Serving | None:
+        """Take a POST whose head is complete, or leave it (``None``) to the ASGI entry; never raises.
 
-    __slots__ = ("_connection",)
-
-    def __init__(self, connection: "ConnectionProtocol") -> None:
-        self._connection = connection
-
-    def write(self, data: bytes) -> None:
-        """Write; see ``asyncio.Transport``."""
-        self._connection.transport.write(data)
-
-    def is_closing(self) -> bool:
-        """See ``asyncio.Transport``."""
-        return self._connection.transport.is_closing()
-
-    def close(self) -> None:
-        """Close as soon as nothing unread is left."""
-        self._connection.close_when_read()
+        Args:
+            target: As the client sent it.
+            headers: Lower-case names.
+            connection: Its ``running`` request is this one.
+        """
 
 
 class ConnectionProtocol(HttpToolsProtocol):
@@ -74,6 +65,10 @@ class ConnectionProtocol(HttpToolsProtocol):
         self._linger: asyncio.TimerHandle | None = None
         self._is_refused = False
         self._is_resuming = False
+        # Messages are logged only where ASGI has them, and uvicorn's limit would have to be looked at.
+        has_own_ways = self.access_log or self.limit_concurrency is not None
+        self._direct: DirectApplication | None = None if has_own_ways or not hasattr(self.app, "accept") else self.app
+        self._idle_since: float | None = None
 
     def watch(self, on_gone: Callable[[], None] | None) -> None:
         """Call ``on_gone`` once when the client goes, at once if it is gone already; ``None`` ends the watch."""
@@ -172,6 +167,7 @@ class ConnectionProtocol(HttpToolsProtocol):
             self._linger.cancel()
         self._tell()
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()
 
     def eof_received(self) -> None:
         """The client sends no more (asyncio callback). With an answer under way nobody is left to read it."""
@@ -190,7 +186,7 @@ class ConnectionProtocol(HttpToolsProtocol):
         if self._is_refused:
             self._discard(len(data))
             return
-        self._unset_keepalive_if_required()
+        self._idle_since = None
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as exc:
@@ -227,50 +223,125 @@ class ConnectionProtocol(HttpToolsProtocol):
     def on_url(self, url: bytes) -> None:
         """A piece of a request's target (httptools callback)."""
         if not self._is_resuming:
-            super().on_url(url)
+            self.url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """One header (httptools callback)."""
-        if not self._is_resuming:
-            super().on_header(name, value)
-
-    def on_message_begin(self) -> None:
-        """Begin of a request: let the application find this connection (httptools callback)."""
         if self._is_resuming:
             return
-        super().on_message_begin()
+        name = name.lower()
+        if name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
+        self.headers.append((name, value))
+
+    def on_message_begin(self) -> None:
+        """Begin of a request (httptools callback)."""
+        if self._is_resuming:
+            return
+        self.url = b""
+        self.headers = []
+        self.expect_100_continue = False
         self._discarded_bytes = 0
         self._is_read = False
         self._has_head = False
         self._head_bytes = 0
-        self.scope["extensions"] = {SCOPE_KEY: {"connection": self}}
 
     def on_headers_complete(self) -> None:
         """End of a request's head (httptools callback). uvicorn stops reading where a request has to wait."""
         if self._is_resuming:
             return
-        super().on_headers_complete()
+        if not self._begin_direct():
+            self._begin_asgi()
         self._has_head = True
+
+    def _begin_direct(self) -> bool:
+        """Take the request past ASGI; ``False`` if there is anything unusual about it."""
+        parser, previous = self.parser, self.cycle
+        if (
+            self._direct is None
+            or self.expect_100_continue
+            or (previous is not None and not previous.response_complete)
+            or parser.get_method() != b"POST"
+            or parser.get_http_version() != "1.1"
+            or not parser.should_keep_alive()
+            or parser.should_upgrade()
+        ):
+            return False
+        cycle = DirectCycle(
+            self.transport,
+            self.flow,
+            self.server_state.default_headers,
+            self.on_response_complete,
+            self._start_asgi_task,
+        )
+        self._running = cycle
+        serving = self._direct.accept(self.url, self.headers, self)
+        if serving is None:
+            return False
+        cycle.serving = serving
+        self.cycle = cycle
+        return True
+
+    def _begin_asgi(self) -> None:
+        url, headers, expects = self.url, self.headers, self.expect_100_continue
+        super().on_message_begin()  # makes the scope
+        self.url, self.headers, self.expect_100_continue = url, headers, expects
+        self.scope["headers"] = headers
+        self.scope["extensions"] = {SCOPE_KEY: {"connection": self}}  # lets the application find this connection
+        super().on_headers_complete()
         if not self.cycle.keep_alive or self.expect_100_continue:
-            self.cycle.transport = cast(asyncio.Transport, _ClosesWhenRead(self))
+            self.cycle.transport = cast(asyncio.Transport, ClosesWhenRead(self.transport, self.close_when_read))
         if 0 < len(self.pipeline) <= MAX_PIPELINED:
             self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
         """A piece of a request's body; what nobody wants any more is bounded (httptools callback)."""
-        if self.cycle.response_complete:
+        cycle = self.cycle
+        if cycle.response_complete:
             self._discard(len(body))
-            return
-        super().on_body(body)
+        elif isinstance(cycle, DirectCycle):
+            cycle.add(body)
+        else:
+            super().on_body(body)
 
     def on_message_complete(self) -> None:
         """End of a request (httptools callback)."""
         if self.parser.should_upgrade():
             return  # of its head only
         self._is_read = True
-        super().on_message_complete()
+        if isinstance(self.cycle, DirectCycle):
+            self.cycle.complete()
+        else:
+            super().on_message_complete()
         if self._linger is not None:
             self.transport.close()
+
+    # A timer for each request would cost more than parsing it: one is kept for as long as the connection is.
+
+    def on_response_complete(self) -> None:
+        """An answer is complete: go on with what was pipelined behind it, or be idle (uvicorn hook)."""
+        if self.pipeline or self.transport.is_closing():
+            super().on_response_complete()
+            return
+        self.server_state.total_requests += 1
+        self.flow.resume_reading()
+        self._idle_since = self.loop.time()
+        if self.timeout_keep_alive_task is None:
+            self._look_later(self.timeout_keep_alive)
+
+    def _look_later(self, delay_s: float) -> None:
+        self.timeout_keep_alive_task = self.loop.call_later(delay_s, self.timeout_keep_alive_handler)
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close the connection if it has been idle for long enough (uvicorn hook)."""
+        self.timeout_keep_alive_task = None
+        if self._idle_since is None:
+            return  # the end of the answer under way sets the next timer
+        left_s = self._idle_since + self.timeout_keep_alive - self.loop.time()
+        if left_s > 0:
+            self._look_later(left_s)
+        else:
+            super().timeout_keep_alive_handler()
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP in the gateway's error shape (uvicorn hook)."""
