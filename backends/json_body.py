@@ -11,6 +11,8 @@ from collections.abc import Collection, Mapping
 
 import msgspec
 
+from backends.plain_ids import find_plain_ids
+
 _decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _WHITESPACE = b" \t\n\r"
 # An escaped lower-case letter or underscore, which nobody needs but to spell a known key in another way.
@@ -38,16 +40,17 @@ class JsonBody:
 
     Attributes:
         raw: The original bytes.
-        fields: Top-level values by name, in order; slices of ``raw``. Of a repeated key the last one, as the
-            engines' parsers take it.
+        fields: Top-level values by name, in order. Of a repeated key the last one, as the engines' parsers take it.
+        id_counts: Number of ids by name, for long fields that are nothing but a list of ids of up to nine digits.
     """
 
-    __slots__ = ("_large", "fields", "raw")
+    __slots__ = ("_texts", "fields", "id_counts", "raw")
 
     def __init__(self, raw: bytes, fields: dict[str, msgspec.Raw]) -> None:
         self.raw = raw
         self.fields = fields
-        self._large: dict[str, bytes] = {}
+        self.id_counts: dict[str, int] = {}
+        self._texts: dict[str, bytes] = {}
 
     @classmethod
     def parse(cls, raw: bytes, unique: Collection[str] = ()) -> "JsonBody":
@@ -60,6 +63,34 @@ class JsonBody:
         Raises:
             JsonBodyError: Not valid JSON, not an object, nested too deeply, or a key of ``unique`` is repeated.
         """
+        body = cls._parse_beside_ids(raw, unique) if len(raw) >= _LARGE_BYTES else None
+        return cls._parse(raw, unique) if body is None else body
+
+    @classmethod
+    def _parse_beside_ids(cls, raw: bytes, unique: Collection[str]) -> "JsonBody | None":
+        """Parse ``raw`` with an empty list in the place of its list of ids; ``None`` if there is any doubt.
+
+        One list is as good as another to a JSON parser, so what is valid with the one is valid with the other.
+        """
+        ids = find_plain_ids(raw)
+        if ids is None:
+            return None
+        rest = raw[: ids.begin] + b"[]" + raw[ids.end :]
+        if rest.count(b'"%b"' % ids.key.encode()) != 1 or _has_escaped_letters(rest):
+            return None  # the key of the list may not be the one at the top level
+        try:
+            body = cls._parse(rest, unique)
+        except JsonBodyError:
+            return None  # and is told with positions in the whole
+        if bytes(body.fields.get(ids.key, b"")) != b"[]":
+            return None
+        body.raw = raw
+        body.fields[ids.key] = msgspec.Raw(memoryview(raw)[ids.begin : ids.end])
+        body.id_counts[ids.key] = ids.length
+        return body
+
+    @classmethod
+    def _parse(cls, raw: bytes, unique: Collection[str]) -> "JsonBody":
         try:
             fields = _decoder.decode(raw)
         except msgspec.ValidationError as exc:
@@ -69,6 +100,8 @@ class JsonBody:
         except RecursionError as exc:
             raise JsonBodyError("the body is nested too deeply") from exc
         body = cls(raw, fields)
+        if _is_as_long_as_its_fields(raw, fields):
+            return body
         suspects = [key for key in fields if key in unique]
         if len(raw) >= _LARGE_BYTES and suspects and _equals_its_fields(raw, fields):
             return body
@@ -101,12 +134,13 @@ class JsonBody:
         value = self.fields.get(key)
         if value is None:
             return b""
-        if key in self._large:
-            return self._large[key]
-        text = bytes(value)
-        if len(text) >= _LARGE_BYTES:
-            self._large[key] = text
-        return b"" if text == b"null" else text
+        text = self._texts.get(key)
+        if text is None:
+            text = bytes(value)
+            if text == b"null":
+                text = b""
+            self._texts[key] = text
+        return text
 
     def with_fields(self, changes: Mapping[str, bytes]) -> list[bytes | memoryview]:
         """The body's bytes, in pieces, with ``changes`` applied.
@@ -127,6 +161,15 @@ class JsonBody:
             pieces += [separator, json.dumps(key, ensure_ascii=False).encode(), b":", memoryview(value)]
             separator = b","
         return [*pieces, b"}"]
+
+
+def _is_as_long_as_its_fields(raw: bytes, fields: Mapping[str, msgspec.Raw]) -> bool:
+    """Whether there is no room in ``raw`` for another field, nor for a space or an escape; so it is without spaces.
+
+    Characters beyond ASCII make a key look shorter than it is, which is never mistaken for room that there is not.
+    """
+    punctuation = 4 * len(fields) + 1
+    return sum(map(len, fields)) + sum(map(len, fields.values())) + punctuation == len(raw)
 
 
 def _equals_its_fields(raw: bytes, fields: Mapping[str, msgspec.Raw]) -> bool:

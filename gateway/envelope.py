@@ -6,7 +6,6 @@ worker.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from urllib.parse import quote
 
 import msgspec
@@ -72,8 +71,7 @@ _sampling = msgspec.json.Decoder(Sampling)
 _samplings = msgspec.json.Decoder(list[Sampling])
 
 
-@dataclass(frozen=True, slots=True)
-class Envelope:
+class Envelope(msgspec.Struct, frozen=True):
     """What routing and answering need to know of a request.
 
     Attributes:
@@ -258,6 +256,8 @@ def _prompt(body: JsonBody, route: Route) -> tuple[int | None, int]:
     if route.dialect is Dialect.NATIVE:
         return _native_prompt(body)
     if route.dialect is Dialect.COMPLETIONS:
+        if "prompt" in body.id_counts:
+            return None, body.id_counts["prompt"]
         text = body.text("prompt")
         if _LIST_OF_STRINGS.match(text) or _LIST_OF_LISTS.match(text):
             return _count(text), _commas(text) + 1 if _LIST_OF_LISTS.match(text) else 0
@@ -269,15 +269,17 @@ def _prompt(body: JsonBody, route: Route) -> tuple[int | None, int]:
 
 
 def _native_prompt(body: JsonBody) -> tuple[int | None, int]:
-    ids = body.text("input_ids")
+    tokens = body.id_counts.get("input_ids", 0)
+    ids = b"" if tokens else body.text("input_ids")
     text = body.text("text")
-    tokens = _commas(ids) + 1 if ids.startswith(b"[") else 0
+    if ids.startswith(b"["):
+        tokens = _commas(ids) + 1
     if text:
         return (_count(text) if text.startswith(b"[") else None), tokens
     if _LIST_OF_LISTS.match(ids):
         return _count(ids), tokens
     embeddings = body.text("input_embeds")
-    if embeddings and not ids and re.match(rb"\[\s*\[\s*\[", embeddings):
+    if embeddings and not tokens and not ids and re.match(rb"\[\s*\[\s*\[", embeddings):
         return _count(embeddings), 0
     return None, tokens
 
@@ -313,7 +315,7 @@ def _passed(headers: Headers) -> Headers:
     """The headers that go on to the engine."""
     passed = [h for h in headers if h[0] in PASSED_HEADERS or h[0].startswith(PASSED_HEADER_PREFIX)]
     for name, value in passed:
-        if _LINE_BREAK.search(value) or _LINE_BREAK.search(name):
+        if _LINE_BREAK.search(name + value):
             where = name.decode("latin-1")
             raise InvalidRequest(f"the header {where!r} holds a line break or NUL", param=where)
     return passed

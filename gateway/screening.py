@@ -49,6 +49,7 @@ ENGINE_FIELDS = frozenset(
     }
 )
 INTERNAL_PREFIX = "bootstrap_"
+_STATE_FIELDS = frozenset({"session_params", "session_id", "previous_response_id", "background"})
 INTERNAL_FIELDS = ROUTING_FIELDS | ENGINE_FIELDS
 # SGLang dies of more top log-probabilities than the vocabulary has tokens; none has fewer than this.
 MAX_TOP_LOGPROBS = 1024
@@ -78,12 +79,13 @@ _TEN_DIGITS = b"0" * 10
 # Long lists are looked through with numpy, in parts that stay in a core's cache.
 _NUMPY_BYTES = 32 * 1024
 _IDS_ONLY = frozenset({"input_ids", "label_token_ids"})
-# Fields that hold ids, texts, or lists of either, beside input_ids.
+_INPUT_IDS = ("input_ids",)
+# Fields that hold ids, texts, or lists of either.
 _PROMPT_FIELDS = {
-    "/v1/completions": ("prompt",),
-    "/v1/embeddings": ("input",),
-    "/v1/classify": ("input",),
-    "/v1/score": ("query", "items", "label_token_ids"),
+    "/v1/completions": ("input_ids", "prompt"),
+    "/v1/embeddings": ("input_ids", "input"),
+    "/v1/classify": ("input_ids", "input"),
+    "/v1/score": ("input_ids", "query", "items", "label_token_ids"),
 }
 
 
@@ -128,6 +130,8 @@ def refuse_engine_state(body: JsonBody, engines: Collection[EngineKind | None]) 
     Raises:
         InvalidRequest: Names the field.
     """
+    if body.fields.keys().isdisjoint(_STATE_FIELDS):
+        return
     is_only_vllm = all(kind is EngineKind.VLLM for kind in engines)
     for name in ("session_params", "session_id", "previous_response_id"):
         if body.text(name) and not (is_only_vllm and name == "session_id"):
@@ -156,14 +160,16 @@ def refuse_deadly(body: JsonBody, route: Route) -> None:
         _refuse_empty(body.text("text"), "text", is_alone_empty=True)
     if route.dialect is Dialect.COMPLETIONS:
         _refuse_empty(body.text("prompt"), "prompt", is_alone_empty=False)
-    for name in ("input_ids", *_PROMPT_FIELDS.get(route.path, ())):
+    for name in _PROMPT_FIELDS.get(route.path, _INPUT_IDS):
+        if name in body.id_counts:
+            continue
         ids = body.text(name)
         if ids.startswith(b"["):
             _refuse_impossible_ids(ids, name)
     if route.path == "/v1/score" and _is_empty(body.text("query")) and _has_empty_item(body.text("items")):
         raise InvalidRequest("'query' is empty and so is one of 'items'", param="items")
     field = _TOP_LOGPROBS.get(route.dialect, "")
-    if _largest(body.text(field)) > MAX_TOP_LOGPROBS:
+    if field in body.fields and _largest(body.text(field)) > MAX_TOP_LOGPROBS:
         raise InvalidRequest(f"{field!r} is {MAX_TOP_LOGPROBS} at most", param=field)
 
 
