@@ -6,7 +6,6 @@ for verdict and usage. The rest is bytes with ids replaced.
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import msgspec
 
@@ -28,6 +27,8 @@ _TOKENS = re.compile(rb'"(prompt|completion|cached)_tokens":(\d{1,18})')
 # The same, with the names that /v1/responses and /v1/messages use.
 _USAGE = re.compile(rb'"(prompt|completion|cached|input|output)_tokens":(\d{1,18})')
 _COUNT = b'_tokens":'
+# The longest name before that, its quote included.
+_COUNT_NAME_BYTES = len(b'"completion')
 _COUNT_NAMES = (b'"prompt', b'"completion', b'"cached')
 # Sums over a whole OpenAI answer, which may hold the counts of its parts before.
 _SUMS = b'"usage":{'
@@ -64,23 +65,16 @@ class _Response(msgspec.Struct):
 _response = msgspec.json.Decoder(_Response)
 
 
-@dataclass(slots=True)
-class Usage:
-    """Token counts as the engine gave them, ``None`` where it gave none.
-
-    Not changed after it is made; not frozen, since making a frozen one takes several times as long.
-    """
+class Usage(msgspec.Struct, frozen=True, gc=False):
+    """Token counts as the engine gave them, ``None`` where it gave none."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: int | None = None
 
 
-@dataclass(slots=True)
-class Verdict:
+class Verdict(msgspec.Struct, frozen=True, gc=False):
     """How an answer ended.
-
-    Not changed after it is made; not frozen, since making a frozen one takes several times as long.
 
     Attributes:
         outcome: Its class.
@@ -99,8 +93,10 @@ def usage_of(texts: Iterable[bytes]) -> Usage:
     """Sum the token counts in the given pieces of JSON: one object, or the items of a batch."""
     found: dict[bytes, int] = {}
     for text in texts:
-        for name, count in _USAGE.findall(text):
-            found[name] = found.get(name, 0) + int(count)
+        at = text.find(_COUNT)  # a word is found sooner than a pattern, and what comes before is mostly generated text
+        if at >= 0:
+            for name, count in _USAGE.findall(text, max(at - _COUNT_NAME_BYTES, 0)):
+                found[name] = found.get(name, 0) + int(count)
     prompt, completion = found.get(b"prompt", found.get(b"input")), found.get(b"completion", found.get(b"output"))
     return Usage(prompt, completion, found.get(b"cached"))
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -33,6 +32,7 @@ from gateway.auth import Keys
 from gateway.data_plane import DataPlane
 from gateway.deadlines import TimeLimits
 from gateway.fleet_control import FleetControl
+from gateway.ids import fresh_ids
 from gateway.kv_metrics import KvMetrics
 from gateway.kv_view import KvView
 from gateway.lifespan import WatchTimes
@@ -156,7 +156,7 @@ class Gateway:
             clock=time.monotonic,
             wall_clock=time.time,
             is_alive=self._is_alive,
-            new_id=lambda: os.urandom(16).hex(),
+            new_id=fresh_ids(),
         )
 
     async def _is_alive(self, worker: Worker) -> bool:

@@ -53,6 +53,7 @@ _STOPPED = {
 }
 # A client that is to be told that its request was stopped, and does not read that, has its connection ended.
 TELL_CLIENT_S = 1.0
+_NO_USAGE = Usage()
 _WORKERS_FAULT = frozenset({Outcome.ENGINE_ERROR, Outcome.TRUNCATED})
 # What a request brings upon itself on any worker.
 _REQUESTS_FAULT = (AnswerTooLarge, RequestUnsendable)
@@ -113,7 +114,7 @@ class Exchange:
         self._tell_timer: asyncio.TimerHandle | None = None
         self._outcome: Outcome | None = None
         self._report: ErrorReport | None = None
-        self._usage = Usage()
+        self._usage = _NO_USAGE
         services.live.add(self)
 
     async def run(self, body: bytes) -> None:
@@ -228,7 +229,7 @@ class Exchange:
             max_response_bytes=services.limits.max_response_bytes,
         )
         self._public_id = envelope.public_id
-        self._relay.headers = [(b"x-request-id", envelope.header_id)]
+        self._relay.headers = [(b"x-request-id", envelope.header_id)]  # until it is placed
         services.live.name(self, envelope.public_id, envelope.item_ids)
         if envelope.worker_id is not None and not request.is_admin:
             raise InvalidRequest("x-forebay-worker needs the admin API key", param="x-forebay-worker", status=403)
@@ -252,7 +253,7 @@ class Exchange:
                 if not await self._try_another(envelope, placed, exc):
                     raise
             else:
-                services.metrics.attempt(placed.worker_id, str(verdict.outcome))
+                services.metrics.attempt(placed.worker_id, verdict.outcome)
                 self._judge(placed, failed=verdict.outcome in _WORKERS_FAULT)
                 self._end(placed)
                 return verdict

@@ -5,8 +5,9 @@ under ids that the engine makes by itself; those are found at the one place wher
 """
 
 import functools
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import orjson
@@ -22,11 +23,25 @@ _CHILD_ID_BYTES = 64
 _STREAM_BEGINNINGS = (b"data:", b"event:", b":")
 _INDEX = re.compile(rb'"index":(\d+)')
 _ID_BYTES = 32
+_ID_BATCH = 128
 # In a piece of this size without a quote, ids are not looked for but at its ends.
 _GATE_BYTES = 4096
 _EDGE_BYTES = 256
 # What may follow the common part of a batch's ids.
 _ITEM_SUFFIX_BYTES = 16
+
+
+def fresh_ids() -> Callable[[], str]:
+    """Make a source of ids, 32 random hex digits each. The system is asked for the randomness of many at once."""
+    ready: list[str] = []
+
+    def fresh_id() -> str:
+        if not ready:
+            digits = os.urandom(_ID_BATCH * _ID_BYTES // 2).hex()
+            ready.extend(digits[at : at + _ID_BYTES] for at in range(0, len(digits), _ID_BYTES))
+        return ready.pop()
+
+    return fresh_id
 
 
 def json_inner(text: str) -> bytes:

@@ -78,11 +78,9 @@ class LiveRequests:
             self._empty.set()
             self._empty = None
         for public_id in ids:
-            left = [entry for entry in self._by_id.get(public_id, ()) if entry[0] is not request]
-            if left:
+            entries = self._by_id.pop(public_id, ())
+            if left := [entry for entry in entries if entry[0] is not request]:
                 self._by_id[public_id] = left
-            else:
-                self._by_id.pop(public_id, None)
 
 
 class LiveLegs:

@@ -121,7 +121,7 @@ class Metrics:
             duration_s: From the request's first byte to its end.
             first_byte_s: From the same moment to the answer's first byte; ``None`` if there was none.
         """
-        key = (route, self._model_label(model), outcome.value, status)
+        key = (route, self._model_label(model), outcome, status)
         self._requests[key] = self._requests.get(key, 0) + 1
         self._request.observe(duration_s)
         if first_byte_s is not None:

@@ -165,7 +165,8 @@ class AnswerRelay:
         try:
             while not call.is_complete:
                 if block:
-                    await self._write(block)
+                    self.bytes_out += len(block)
+                    await self._downstream.write(block)
                 placed.member.last_byte_at = self.silent_since = self._clock()
                 block = answer.feed(await self._read(placed))
         except UpstreamError as exc:

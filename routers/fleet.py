@@ -5,7 +5,7 @@ state changes and not for each request.
 """
 
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from backends.types import EngineFacts, EngineKind, ProbeResult, Role, Worker
@@ -216,9 +216,9 @@ class Fleet:
         self._members: dict[str, Member] = {}
         self._on_change = on_change
         self._ready: dict[str, tuple[Candidate, ...]] = {}
-        # Asked for with every request.
         self._models: tuple[str, ...] = ()
-        self._is_one_model = True
+        self._engines: dict[str, list[EngineKind | None]] = {}
+        self._is_one_model = True  # like what is above, asked for with every request
         self.tripped: set[str] = set()
         self.has_vllm = False
 
@@ -294,7 +294,10 @@ class Fleet:
 
     def _changed(self, member: Member) -> None:
         ready: dict[str, list[Candidate]] = {}
+        self._engines = {}
         for other in self:
+            for name in other.names:
+                self._engines.setdefault(name, []).append(other.facts.engine if other.facts else other.engine)
             if other.state is not WorkerState.READY or other.role is not Role.REGULAR:
                 continue
             ranks = [Candidate(RankKey(other.worker.id, rank), other.load_of(rank)) for rank in range(other.dp_size)]
@@ -302,7 +305,7 @@ class Fleet:
                 ready.setdefault(name, []).extend(ranks)
         self.has_vllm = any(other.facts is not None and other.facts.engine is EngineKind.VLLM for other in self)
         self._ready = {model: tuple(candidates) for model, candidates in ready.items()}
-        self._models = tuple(dict.fromkeys(name for other in self for name in other.names))
+        self._models = tuple(self._engines)
         self._is_one_model = len({other.model_id for other in self if other.model_id is not None}) <= 1
         self._on_change(member)
 
@@ -351,9 +354,9 @@ class Fleet:
         states = sorted({self.reason(member) for member in self if model in member.names})
         raise NoReadyWorker(f"no worker for the model {model!r} is ready ({', '.join(states) or 'none left'})")
 
-    def engines_serving(self, model: str) -> list[EngineKind | None]:
+    def engines_serving(self, model: str) -> Sequence[EngineKind | None]:
         """Engine kind, ``None`` while it is unknown, of each worker that serves ``model``, ready or not."""
-        return [member.facts.engine if member.facts else member.engine for member in self if model in member.names]
+        return self._engines.get(model, ())
 
     def has_ready(self, model: str) -> bool:
         """Whether a request for ``model`` can be placed now."""

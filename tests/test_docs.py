@@ -184,7 +184,7 @@ def test_every_field_of_the_access_log_is_documented() -> None:
         0.0, "POST", "/x", "/x", 200, "complete", "a", ("b",), "c", 0, 1, True, "m", 1, 1, 1, 1, 1, 1, 1, 1, "e"
     )
     written = re.findall(r"(\w+)=", format_text(record).decode())
-    assert len(written) == len(AccessRecord.__dataclass_fields__)
+    assert len(written) == len(AccessRecord.__struct_fields__)
     assert [name for row in table(OPERATING, "The access log") for name in names(row[0])] == written
 
 

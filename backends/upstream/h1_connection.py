@@ -75,7 +75,8 @@ class H1Connection(asyncio.Protocol):
         assert self._transport is not None
         body = call.request.body
         self._call = call
-        self._parser = httptools.HttpResponseParser(self)
+        if self._parser is None:  # behind a whole answer it is ready for the next one
+            self._parser = httptools.HttpResponseParser(self)
         self._head_bytes = 0
         self._reset_answer()
         if sum(map(len, body)) < JOIN_BODY_BELOW_BYTES:
@@ -191,7 +192,7 @@ class H1Connection(asyncio.Protocol):
             return
         if self._transport.get_write_buffer_size():
             self._transport.abort()  # answered before the request was read: what is left of it may never be
-        elif reusable and self.is_usable():
+        elif reusable and not self._transport.is_closing():  # the rest is looked at when it is used again
             self._pool.release(self.origin, self)
         else:
             self._transport.close()
