@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+from routers.explain import Explained
 from routers.types import Candidate, Placement, RouteRequest
 
 
@@ -23,3 +24,6 @@ class Router(Protocol):
         Raises:
             ValueError: There are no candidates.
         """
+
+    def explain(self, request: RouteRequest, candidates: Sequence[Candidate]) -> list[Explained]:
+        """Say what ``select`` would look at, one for each candidate; changes nothing."""

@@ -75,13 +75,11 @@ class BlockTree:
         return new[-1] if new else parent
 
     def _until_known(self, new: Sequence[int]) -> Sequence[int]:
-        """Cut off what follows a collision, or a hash that is there twice."""
+        """Cut off what follows a collision, or a hash that is there twice; there is one."""
         seen: set[int] = set()
-        for index, block in enumerate(new):
-            if block in seen or block in self._parents:
-                return new[:index]
+        while (block := new[len(seen)]) not in seen and block not in self._parents:
             seen.add(block)
-        return new
+        return new[: len(seen)]
 
     def release(self, end: int | None) -> None:
         """Give up a chain, once.

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import xxhash
 
+from routers.explain import explain_load
 from routers.least_loaded import LeastLoaded
 from routers.types import Candidate, Placement, RouteRequest
 
@@ -19,6 +20,7 @@ class ConsistentHash:
     """
 
     name = "consistent-hash"
+    explain = staticmethod(explain_load)
 
     def __init__(self, rng: random.Random) -> None:
         self._without_key = LeastLoaded(rng)

@@ -12,7 +12,7 @@ from backends.types import EngineFacts, EngineKind, ProbeResult, Role, Worker
 from routers.breaker import Breaker, BreakerState
 from routers.errors import ModelRequired, NoReadyWorker, NoSuchRank, UnknownModel
 from routers.load import RankLoad
-from routers.types import Candidate, RankKey
+from routers.types import BlockGroup, Candidate, RankKey
 
 
 class WorkerState(enum.StrEnum):
@@ -296,11 +296,13 @@ class Fleet:
         ready: dict[str, list[Candidate]] = {}
         self._engines = {}
         for other in self:
+            facts = other.facts
             for name in other.names:
-                self._engines.setdefault(name, []).append(other.facts.engine if other.facts else other.engine)
-            if other.state is not WorkerState.READY or other.role is not Role.REGULAR:
+                self._engines.setdefault(name, []).append(facts.engine if facts else other.engine)
+            if facts is None or other.state is not WorkerState.READY or other.role is not Role.REGULAR:
                 continue
-            ranks = [Candidate(RankKey(other.worker.id, rank), other.load_of(rank)) for rank in range(other.dp_size)]
+            group = BlockGroup(facts.engine, facts.page_size)
+            ranks = [Candidate(RankKey(other.worker.id, r), other.load_of(r), group) for r in range(facts.dp_size)]
             for name in other.names:
                 ready.setdefault(name, []).extend(ranks)
         self.has_vllm = any(other.facts is not None and other.facts.engine is EngineKind.VLLM for other in self)

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 
+from routers.explain import explain_load
 from routers.types import Candidate, Placement, RouteRequest
 
 
@@ -14,6 +15,7 @@ class PowerOfTwo:
     """
 
     name = "power-of-two"
+    explain = staticmethod(explain_load)
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng

@@ -5,8 +5,10 @@ from collections.abc import Callable
 
 from routers.base import Router
 from routers.consistent_hash import ConsistentHash
+from routers.kv_aware import KvAware
 from routers.least_loaded import LeastLoaded
 from routers.power_of_two import PowerOfTwo
+from routers.prefix_approximate import PrefixApproximate
 from routers.round_robin import RoundRobin
 
 POLICIES: dict[str, Callable[[random.Random], Router]] = {
@@ -14,7 +16,11 @@ POLICIES: dict[str, Callable[[random.Random], Router]] = {
     RoundRobin.name: RoundRobin,
     PowerOfTwo.name: PowerOfTwo,
     ConsistentHash.name: ConsistentHash,
+    KvAware.name: KvAware,
+    PrefixApproximate.name: PrefixApproximate,
 }
+# Those that look at ``RouteRequest.prompts``: for others nobody needs to hash prompts.
+BLOCK_POLICIES = frozenset({KvAware.name, PrefixApproximate.name})
 DEFAULT_POLICY = LeastLoaded.name
 
 

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 
+from routers.explain import explain_load
 from routers.types import Candidate, Placement, RankKey, RouteRequest
 
 
@@ -16,6 +17,7 @@ class RoundRobin:
     """
 
     name = "round-robin"
+    explain = staticmethod(explain_load)
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng

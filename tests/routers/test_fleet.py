@@ -8,7 +8,7 @@ from backends.types import EngineFacts, EngineKind, ProbeResult, Role, Worker
 from backends.upstream.base import Origin
 from routers.errors import ModelRequired, NoReadyWorker, NoSuchRank, UnknownModel
 from routers.fleet import Fleet, Member, WorkerState
-from routers.types import RankKey
+from routers.types import BlockGroup, RankKey
 
 FACTS = EngineFacts(EngineKind.SGLANG, (0, 5, 23), "0.5.23", "m")
 UP, PAUSED, FAILED = ProbeResult.UP, ProbeResult.PAUSED, ProbeResult.FAILED
@@ -166,6 +166,7 @@ def test_candidates_are_all_ranks_of_ready_workers() -> None:
     first = fleet.get("a")
     assert first is not None
     assert fleet.candidates("m")[1].load is first.load_of(1)
+    assert {candidate.group for candidate in fleet.candidates("m")} == {BlockGroup(EngineKind.SGLANG, 1)}
     assert len(fleet) == 4
     assert fleet.get("x") is None
     assert [one.worker.id for one in fleet] == ["a", "b", "c", "d"]

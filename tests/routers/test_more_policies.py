@@ -5,12 +5,15 @@ from collections import Counter
 
 import pytest
 
+from backends.types import EngineKind
 from routers.breaker import Breaker, BreakerState
 from routers.consistent_hash import ConsistentHash
+from routers.explain import Explained
+from routers.least_loaded import LeastLoaded
 from routers.load import RankLoad
 from routers.power_of_two import PowerOfTwo
 from routers.round_robin import RoundRobin
-from routers.types import Candidate, RankKey, RouteRequest
+from routers.types import BlockGroup, Candidate, PromptBlocks, RankKey, RouteRequest
 
 
 def ranks(*names: str) -> list[Candidate]:
@@ -21,6 +24,19 @@ def ranks(*names: str) -> list[Candidate]:
 def test_no_candidates_is_an_error(policy: type[RoundRobin]) -> None:
     with pytest.raises(ValueError, match="no candidates"):
         policy(random.Random(1)).select(RouteRequest(), [])
+
+
+@pytest.mark.parametrize("policy", [LeastLoaded, RoundRobin, PowerOfTwo, ConsistentHash])
+def test_policies_without_costs_explain_the_load_and_change_nothing(policy: type[RoundRobin]) -> None:
+    group = BlockGroup(EngineKind.VLLM, 16)
+    candidates = [Candidate(RankKey("a", 1), RankLoad(), group), *ranks("b")]
+    candidates[0].load.book(requests=2, blocks=3, prefill_tokens=40)
+    made = policy(random.Random(1))
+    asked = RouteRequest(40, "key", {group: PromptBlocks(16, 40)})
+    expected = [Explained("a", 1, None, 2, 3, 40, 2, None, None), Explained("b", 0, None, None, 0, 0, 0, None, None)]
+    assert made.explain(asked, candidates) == expected
+    assert made.explain(asked, []) == []
+    assert made.select(asked, candidates).candidate is policy(random.Random(1)).select(asked, candidates).candidate
 
 
 def test_round_robin_takes_everyone_once_before_anyone_twice() -> None:

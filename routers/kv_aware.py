@@ -1,0 +1,181 @@
+"""Policy ``kv-aware``: the rank where the request costs least, its cache considered. Pure."""
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from routers.cost import DEFAULT_COST, Cost, CostParameters, placement_cost
+from routers.explain import Explained, explain_load
+from routers.least_loaded import LeastLoaded
+from routers.types import BlockGroup, Candidate, Placement, PromptBlocks, RouteRequest
+
+# A rank that has this many requests more than the mean, and this many times the mean, is not chosen for its cache.
+CROWDED_ABOVE_MEAN: Final = 4
+CROWDED_TIMES_MEAN: Final = 1.5
+CROWDED: Final = "crowded"
+
+
+class _Weighed(NamedTuple):
+    """The candidates' costs, in their order.
+
+    Attributes:
+        totals: What is compared, in blocks of the smallest size among the prompts, since a block of 64 tokens is not
+            to be compared with one of 16; infinite where a candidate is passed over.
+        costs: The costs in the candidates' own blocks.
+        overlaps: Leading prompt blocks on the device.
+        prompts: The prompt as the candidate's group has it.
+    """
+
+    totals: list[float]
+    costs: list[Cost]
+    overlaps: list[int]
+    prompts: list[PromptBlocks]
+
+
+class KvAware:
+    """The lowest cost; of those, the fewest requests in flight; of those, any.
+
+    A rank whose cache holds a part of the prompt is passed over while it is crowded, so that a prefix that all requests
+    share does not gather them on one rank. Where nothing is known of the prompt's blocks, the least loaded is chosen.
+
+    Args:
+        rng: Breaks ties, and draws where there is a temperature.
+        parameters: Weights of the cost.
+        temperature: 0 for the lowest cost; above, ranks are drawn, the cheaper the likelier: by the softmax of their
+            costs' negatives, which are divided by their range and by this.
+
+    Raises:
+        ValueError: The temperature is negative, infinite, or no number.
+    """
+
+    name = "kv-aware"
+
+    def __init__(
+        self, rng: random.Random, parameters: CostParameters = DEFAULT_COST, *, temperature: float = 0.0
+    ) -> None:
+        if not (math.isfinite(temperature) and temperature >= 0):
+            raise ValueError(f"temperature is {temperature}, must be finite and at least 0")
+        self._rng = rng
+        self._parameters = parameters
+        self._temperature = temperature
+        self._without_blocks = LeastLoaded(rng)
+
+    def select(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Placement:
+        """Choose by cost; what is wrong with overlaps makes the choice worse, never impossible."""
+        if not candidates:
+            raise ValueError("no candidates")
+        if not request.prompts:
+            return self._without_blocks.select(request, candidates)
+        weighed = self._weigh(request, candidates)
+        index = self._draw(weighed.totals) if self._temperature else self._cheapest(weighed.totals, candidates)
+        return Placement(candidates[index], weighed.overlaps[index], weighed.prompts[index])
+
+    def explain(self, request: RouteRequest, candidates: Sequence[Candidate]) -> list[Explained]:
+        """Say what ``select`` would compare, candidate by candidate."""
+        if not request.prompts or not candidates:
+            return explain_load(request, candidates)
+        weighed = self._weigh(request, candidates)
+        smallest = _smallest_block(request)
+        return [
+            Explained(
+                *candidate.key,
+                overlap_blocks=overlap,
+                prompt_blocks=prompt.full_blocks,
+                active_blocks=candidate.load.blocks,
+                active_prefill_tokens=candidate.load.prefill_tokens,
+                in_flight=candidate.load.in_flight,
+                cost=cost.total * prompt.block_size / smallest,
+                excluded=CROWDED if total == math.inf else None,
+                parts=cost,
+            )
+            for candidate, total, cost, overlap, prompt in zip(candidates, *weighed, strict=True)
+        ]
+
+    def _weigh(self, request: RouteRequest, candidates: Sequence[Candidate]) -> _Weighed:
+        parameters = self._parameters
+        weighed = _Weighed([], [], [], [])
+        totals, costs, overlaps, prompts = weighed
+        smallest = _smallest_block(request)
+        mean = sum([candidate.load.in_flight for candidate in candidates]) / len(candidates)
+        crowded = max(mean + CROWDED_ABOVE_MEAN, mean * CROWDED_TIMES_MEAN)
+        least_prefill = min([candidate.load.prefill_tokens for candidate in candidates])
+        prompt, group, shared = None, None, 0
+        for candidate in candidates:
+            if prompt is None or candidate.group != group:
+                group, shared = candidate.group, 0
+                prompt = _prompt_for(request, group)
+                block_size, tokens, hashes, full = (
+                    prompt.block_size,
+                    prompt.prompt_tokens,
+                    prompt.sequence_hashes,
+                    prompt.full_blocks,
+                )
+                device, has_lower_tiers = prompt.overlap.device, bool(prompt.overlap.host or prompt.overlap.disk)
+            load = candidate.load
+            # Ranks mostly share what all prompts begin with, and so the same number of blocks.
+            shared = load.shared_blocks(hashes, shared)
+            on_device = device.get(candidate.key, 0)
+            if on_device > full or on_device < 0:
+                on_device = _within(on_device, full)
+            on_host = on_disk = 0
+            if has_lower_tiers:
+                on_host, on_disk = _lower_tiers(prompt, candidate, on_device)
+            cost = placement_cost(
+                parameters,
+                block_size,
+                tokens,
+                load.prefill_tokens,
+                least_prefill,
+                load.blocks + full - shared if full > shared else load.blocks,
+                load.in_flight,
+                on_device,
+                on_host,
+                on_disk,
+            )
+            if load.in_flight >= crowded and on_device + on_host + on_disk:
+                totals.append(math.inf)
+            else:
+                totals.append(cost.total if block_size == smallest else cost.total * block_size / smallest)
+            costs.append(cost)
+            overlaps.append(on_device)
+            prompts.append(prompt)
+        return weighed
+
+    def _cheapest(self, totals: list[float], candidates: Sequence[Candidate]) -> int:
+        least = min(totals)
+        if totals.count(least) == 1:
+            return totals.index(least)
+        ties = [index for index, total in enumerate(totals) if total == least]
+        fewest = min([candidates[index].load.in_flight for index in ties])
+        return self._rng.choice([index for index in ties if candidates[index].load.in_flight == fewest])
+
+    def _draw(self, totals: list[float]) -> int:
+        lowest = min(totals)
+        span = max([total for total in totals if total < math.inf]) - lowest or 1.0
+        weights = [math.exp((lowest - total) / span / self._temperature) for total in totals]
+        return self._rng.choices(range(len(totals)), weights)[0]
+
+
+def _smallest_block(request: RouteRequest) -> int:
+    return min([prompt.block_size for prompt in request.prompts.values()])
+
+
+def _prompt_for(request: RouteRequest, group: BlockGroup | None) -> PromptBlocks:
+    """The prompt as a group has it; where its blocks are not known, it is as long as it is elsewhere."""
+    prompt = request.prompts.get(group) if group else None
+    if prompt is None:
+        known = max(request.prompts.values(), key=lambda one: one.prompt_tokens)
+        prompt = PromptBlocks(group.block_size if group else known.block_size, known.prompt_tokens)
+    return prompt
+
+
+def _lower_tiers(prompt: PromptBlocks, candidate: Candidate, on_device: int) -> tuple[int, int]:
+    """Blocks in host memory and on disk that are not on the device; tiers count from the first block, too."""
+    full, overlap = prompt.full_blocks, prompt.overlap
+    on_host = max(0, _within(overlap.host.get(candidate.key, 0), full) - on_device)
+    return on_host, max(0, _within(overlap.disk.get(candidate.key, 0), full) - on_device - on_host)
+
+
+def _within(blocks: int, limit: int) -> int:
+    return max(0, min(blocks, limit))

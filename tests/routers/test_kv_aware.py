@@ -1,0 +1,243 @@
+"""The policy ``kv-aware``: costs into choices, ties, temperature, the guard against crowds, and what is not known."""
+
+import math
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backends.types import EngineKind
+from kv_events.index_types import Overlap
+from routers.cost import CostParameters, placement_cost
+from routers.explain import Explained
+from routers.kv_aware import KvAware
+from routers.load import RankLoad
+from routers.types import BlockGroup, Candidate, PromptBlocks, RankKey, RouteRequest
+
+GROUP = BlockGroup(EngineKind.SGLANG, 16)
+WIDE = BlockGroup(EngineKind.VLLM, 64)
+
+
+def ranks(count: int, group: BlockGroup | None = GROUP) -> list[Candidate]:
+    """Idle ranks ``w0``, ``w1``, …"""
+    return [Candidate(RankKey(f"w{index}", 0), RankLoad(), group) for index in range(count)]
+
+
+def busy(candidate: Candidate, requests: int = 1, tokens: int = 0, blocks: int = 0) -> None:
+    """Book something."""
+    candidate.load.book(requests=requests, blocks=blocks, prefill_tokens=tokens)
+
+
+def request(tokens: int = 160, group: BlockGroup = GROUP, **tiers: Any) -> RouteRequest:
+    """A request of which ranks hold some blocks: worker to number, by tier."""
+    by_rank: dict[str, Any] = {tier: {(name, 0): n for name, n in held.items()} for tier, held in tiers.items()}
+    overlap = Overlap(**by_rank)
+    hashes = [10**6 + index for index in range(tokens // group.block_size)]
+    return RouteRequest(tokens, None, {group: PromptBlocks(group.block_size, tokens, hashes, overlap)})
+
+
+def chosen(candidates: list[Candidate], asked: RouteRequest, policy: KvAware | None = None) -> str:
+    """Where it goes."""
+    return (policy or KvAware(random.Random(1))).select(asked, candidates).candidate.key.worker_id
+
+
+@pytest.mark.parametrize(
+    ("loads", "tiers", "where"),
+    [
+        pytest.param([{}, {}, {}], {"device": {"w1": 1}}, "w1", id="cached"),
+        pytest.param([{}, {}, {}], {"device": {"w1": 4, "w2": 5}}, "w2", id="more is cached"),
+        pytest.param([{"tokens": 16}, {"tokens": 32}, {}], {}, "w2", id="nothing to prefill"),
+        pytest.param([{"blocks": 3}, {"blocks": 2}, {"blocks": 4}], {}, "w1", id="fewest blocks"),
+        pytest.param([{"blocks": 11}, {}, {}], {"device": {"w0": 10}}, "not w0", id="cached but busy"),
+        pytest.param([{"blocks": 9}, {}, {}], {"device": {"w0": 10}}, "w0", id="cached and less busy"),
+        pytest.param([{}, {}, {}], {"device": {"w0": 3}, "host": {"w1": 5}}, "w1", id="host memory is worth less"),
+        pytest.param([{}, {}, {}], {"device": {"w0": 4}, "host": {"w1": 5}}, "w0", id="but not nothing"),
+        pytest.param([{}, {}, {}], {"device": {"w0": 2, "w1": 2}, "disk": {"w1": 9, "w0": 2}}, "w1", id="disk"),
+        pytest.param([{}, {}, {}], {"host": {"w0": 9, "w1": 9}, "disk": {"w0": 9, "w1": 10}}, "w1",
+                     id="disk beyond host"),
+        pytest.param([{"requests": 2}, {"requests": 1}, {"requests": 2}], {}, "w1", id="a tie: fewest in flight"),
+        pytest.param([{"requests": 9}, {}, {}], {"device": {"w0": 10}}, "not w0", id="cached but crowded"),
+        pytest.param([{"requests": 5}, {}, {}], {"device": {"w0": 10}}, "w0", id="cached and not yet crowded"),
+        pytest.param([{"requests": 9}, {"blocks": 99}, {"blocks": 99}], {}, "w0", id="crowded but not for its cache"),
+    ],
+)  # fmt: skip
+def test_choice(loads: list[dict[str, int]], tiers: dict[str, Any], where: str) -> None:
+    candidates = ranks(3)
+    for candidate, load in zip(candidates, loads, strict=True):
+        busy(candidate, **{"requests": 1, **load})
+    found = chosen(candidates, request(**tiers))
+    assert found != where[4:] if where.startswith("not ") else found == where
+
+
+def test_a_placement_says_what_was_found() -> None:
+    asked = request(device={"w1": 7})
+    placement = KvAware(random.Random(1)).select(asked, ranks(3))
+    assert placement.overlap_blocks == 7
+    assert placement.prompt is asked.prompts[GROUP]
+    assert placement.prompt.uncached_tokens(7) == 160 - 7 * 16
+    assert (placement.prompt.full_blocks, PromptBlocks(16, 161).capacity_blocks) == (10, 11)
+
+
+def test_blocks_that_live_requests_share_cost_nothing_more() -> None:
+    candidates = ranks(2)
+    asked = request()
+    blocks = asked.prompts[GROUP].sequence_hashes
+    candidates[1].load.book(requests=1, blocks=10, prefill_tokens=0, block_hashes=blocks)
+    busy(candidates[0], blocks=1)
+    assert chosen(candidates, asked) == "w1"
+
+
+def test_no_candidates() -> None:
+    with pytest.raises(ValueError, match="no candidates"):
+        KvAware(random.Random(1)).select(request(), [])
+    assert KvAware(random.Random(1)).explain(request(), []) == []
+
+
+# Ties and temperature.
+
+
+def test_a9_3_ties_go_to_any_of_the_best_by_the_seed_and_to_no_other() -> None:
+    candidates = ranks(5)
+    busy(candidates[1], requests=2)
+    busy(candidates[3], blocks=1)
+    runs = []
+    for _ in range(2):
+        policy = KvAware(random.Random(7))
+        runs.append([chosen(candidates, request(), policy) for _ in range(300)])
+    assert runs[0] == runs[1]
+    counts = Counter(runs[0])
+    assert set(counts) == {"w0", "w2", "w4"}
+    assert min(counts.values()) > 60
+
+
+@pytest.mark.parametrize("temperature", [0.2, 1.0, 5.0])
+def test_a9_4_frequencies_follow_the_softmax(temperature: float) -> None:
+    candidates, draws = ranks(4), 4_000
+    for candidate, blocks in zip(candidates, (0, 3, 6, 12), strict=True):
+        busy(candidate, blocks=blocks)
+    policy = KvAware(random.Random(3), temperature=temperature)
+    counts = Counter(chosen(candidates, request(), policy) for _ in range(draws))
+    weights = [math.exp(-share / temperature) for share in (0, 0.25, 0.5, 1)]
+    for index, weight in enumerate(weights):
+        share = weight / sum(weights)
+        sigma = math.sqrt(draws * share * (1 - share))
+        assert abs(counts[f"w{index}"] - draws * share) <= 3 * sigma
+
+
+def test_a_temperature_leaves_the_guard_alone_and_equal_costs_equal() -> None:
+    candidates = ranks(3)
+    busy(candidates[0], requests=9)
+    policy = KvAware(random.Random(1), temperature=100.0)
+    counts = Counter(chosen(candidates, request(device={"w0": 10}), policy) for _ in range(300))
+    assert set(counts) == {"w1", "w2"}
+    assert min(counts.values()) > 100
+    assert chosen(candidates[:1], request(), policy) == "w0"
+
+
+@pytest.mark.parametrize("temperature", [-0.1, math.inf, math.nan])
+def test_temperatures_without_meaning_are_refused(temperature: float) -> None:
+    with pytest.raises(ValueError, match="temperature is"):
+        KvAware(random.Random(1), temperature=temperature)
+
+
+# What is not known.
+
+
+def test_without_blocks_the_least_loaded_is_chosen() -> None:
+    candidates = ranks(3)
+    for candidate, (requests, tokens) in zip(candidates, ((2, 0), (1, 10), (1, 9)), strict=True):
+        busy(candidate, requests=requests, tokens=tokens)
+    placement = KvAware(random.Random(1)).select(RouteRequest(160), candidates)
+    assert placement.candidate is candidates[2]
+    assert (placement.overlap_blocks, placement.prompt) == (None, None)
+
+
+def test_a9_12_without_an_index_load_alone_decides() -> None:
+    candidates = ranks(4)
+    policy = KvAware(random.Random(1))
+    prompts = {GROUP: PromptBlocks(16, 1_000, range(62))}
+    for _ in range(40):
+        placement = policy.select(RouteRequest(1_000, None, prompts), candidates)
+        assert (placement.overlap_blocks, placement.prompt) == (0, prompts[GROUP])
+        placement.candidate.load.book(requests=1, blocks=63, prefill_tokens=1_000, block_hashes=range(62))
+    assert {candidate.load.in_flight for candidate in candidates} == {10}
+
+
+ODD = st.dictionaries(st.sampled_from([RankKey("w0", 0), ("w1", 0), ("w2", 0), ("x", 3)]), st.integers(-(10**9), 10**9))
+
+
+@given(st.builds(Overlap, ODD, ODD, ODD), st.integers(0, 400), st.lists(st.integers(0, 3)), st.floats(0, 9))
+def test_a9_12_nothing_in_an_overlap_makes_the_choice_fail(
+    overlap: Overlap, tokens: int, hashes: list[int], temperature: float
+) -> None:
+    candidates = ranks(3)
+    candidates[0].load.book(requests=7, blocks=3, prefill_tokens=9, block_hashes=hashes[:3])
+    asked = RouteRequest(tokens, None, {GROUP: PromptBlocks(16, tokens, hashes, overlap)})
+    policy = KvAware(random.Random(1), temperature=temperature)
+    placement = policy.select(asked, candidates)
+    assert placement.candidate in candidates
+    assert placement.overlap_blocks is not None
+    assert 0 <= placement.overlap_blocks <= tokens // 16
+    assert all(one.cost is not None and one.cost >= 0 for one in policy.explain(asked, candidates))
+
+
+@pytest.mark.parametrize("numbers", [(0, 1), (-1, 1), (1, -1)])
+def test_prompts_without_meaning_are_refused(numbers: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="no prompt has"):
+        PromptBlocks(*numbers)
+
+
+# Workers that cut prompts differently.
+
+
+def test_blocks_of_different_sizes_are_compared_by_their_tokens() -> None:
+    narrow, wide = ranks(1)[0], Candidate(RankKey("v", 0), RankLoad(), WIDE)
+    prompts = {GROUP: PromptBlocks(16, 640), WIDE: PromptBlocks(64, 640)}
+    policy = KvAware(random.Random(1))
+    costs = [one.cost for one in policy.explain(RouteRequest(640, None, prompts), [narrow, wide])]
+    assert costs == [80.0, 80.0]
+    prompts[WIDE].overlap.device[wide.key] = 1
+    prompts[GROUP].overlap.device.update({narrow.key: 3, wide.key: 40})
+    assert chosen([narrow, wide], RouteRequest(640, None, prompts)) == "v"
+    prompts[GROUP].overlap.device[narrow.key] = 5
+    assert chosen([narrow, wide], RouteRequest(640, None, prompts)) == "w0"
+
+
+@pytest.mark.parametrize("group", [WIDE, None], ids=["other blocks", "no blocks"])
+def test_where_blocks_are_not_known_the_prompt_counts_in_full(group: BlockGroup | None) -> None:
+    unknown, known = Candidate(RankKey("u", 0), RankLoad(), group), ranks(1)[0]
+    policy = KvAware(random.Random(1))
+    explained = policy.explain(request(640), [unknown, known])
+    assert [one.cost for one in explained] == [80.0, 80.0]
+    assert chosen([unknown, known], request(640, device={"u": 40, "w0": 1})) == "w0"
+    busy(known, blocks=41)
+    assert chosen([unknown, known], request(640, device={"w0": 40})) == "u"
+
+
+# Explained.
+
+
+def test_explained_is_what_is_compared() -> None:
+    candidates = ranks(2)
+    busy(candidates[0], requests=8, tokens=32, blocks=4)
+    policy = KvAware(random.Random(1), CostParameters(decode_active_request_weight=1.0))
+    first, second = policy.explain(request(170, device={"w0": 3}), candidates)
+    facts = {"block_size": 16, "prompt_tokens": 170, "least_prefill_tokens": 0}
+    cost = placement_cost(
+        CostParameters(decode_active_request_weight=1.0),
+        **facts, active_prefill_tokens=32, decode_blocks=14, in_flight=8, device_blocks=3,
+    )  # fmt: skip
+    assert first == Explained("w0", 0, 3, 10, 4, 32, 8, cost.total, "crowded", cost)
+    assert cost.total == (202 / 16 - 3) + 14 + 8
+    assert (second.cost, second.excluded, second.overlap_blocks) == (170 / 16 + 10, None, 0)
+    assert chosen(candidates, request(170, device={"w0": 3}), policy) == "w1"
+
+
+def test_explained_without_blocks_is_the_load() -> None:
+    candidates = ranks(1)
+    busy(candidates[0], requests=2, tokens=32, blocks=4)
+    policy = KvAware(random.Random(1))
+    assert policy.explain(RouteRequest(9), candidates) == [Explained("w0", 0, None, None, 4, 32, 2, None, None)]
