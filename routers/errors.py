@@ -4,6 +4,8 @@ RoutingError
 ├── ModelRequired      several models are served and the request names none
 ├── UnknownModel       no worker has ever served that model
 ├── NoReadyWorker      the model is known, but nothing that serves it can take a request now
+├── NoRoom             every rank that may take the request has as many as it is given at once
+│   └── QueueFull      and as many wait as may
 └── NoSuchRank         the request is pinned to a rank or worker that does not exist
 """
 
@@ -22,6 +24,14 @@ class UnknownModel(RoutingError):
 
 class NoReadyWorker(RoutingError):
     """The model is known, but nothing that serves it can take a request now."""
+
+
+class NoRoom(RoutingError):
+    """Every rank that may take the request has as many requests as it is given at once."""
+
+
+class QueueFull(NoRoom):
+    """Nothing more may wait for room."""
 
 
 class NoSuchRank(RoutingError):

@@ -4,201 +4,16 @@ Only the loop's thread touches a fleet. Policies get immutable tuples of candida
 state changes and not for each request.
 """
 
-import enum
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final
 
-from backends.types import EngineFacts, EngineKind, ProbeResult, Role, Worker
-from routers.breaker import Breaker, BreakerState
-from routers.errors import ModelRequired, NoReadyWorker, NoSuchRank, UnknownModel
+from backends.types import EngineKind, Role
+from routers.breaker import BreakerState
+from routers.errors import ModelRequired, NoReadyWorker, NoRoom, NoSuchRank, UnknownModel
 from routers.load import RankLoad
+from routers.member import Member, WorkerState
 from routers.types import BlockGroup, Candidate, RankKey
 
-
-class WorkerState(enum.StrEnum):
-    """Whether a worker may be given requests, and if not, why."""
-
-    UNIDENTIFIED = "unidentified"
-    READY = "ready"
-    PAUSED = "paused"
-    UNHEALTHY = "unhealthy"
-    DRAINING = "draining"
-
-
-class Member:
-    """One worker of the fleet.
-
-    Attributes:
-        worker: Address and credentials.
-        engine: Engine kind given by the operator, ``None`` to ask.
-        pinned_model: Model name given by the operator, which wins over the engine's.
-        pinned_role: Role given by the operator, which wins over the engine's.
-        facts: What the engine said of itself; kept over failures, so that its model stays known.
-        detail: The last reason for not being ready, for people.
-        breaker: Opens when its requests fail one after the other.
-        last_byte_at: Monotonic time of the last byte that it sent on the data plane.
-    """
-
-    __slots__ = (
-        "_failures",
-        "_healthy_after",
-        "_is_draining",
-        "_loads",
-        "_names",
-        "_successes",
-        "_unhealthy_after",
-        "breaker",
-        "detail",
-        "engine",
-        "facts",
-        "is_identified",
-        "is_paused",
-        "is_up",
-        "last_byte_at",
-        "on_change",
-        "pinned_model",
-        "pinned_role",
-        "worker",
-    )
-
-    def __init__(
-        self,
-        worker: Worker,
-        *,
-        engine: EngineKind | None = None,
-        pinned_model: str | None = None,
-        pinned_role: Role | None = None,
-        unhealthy_after: int = 3,
-        healthy_after: int = 2,
-        breaker: Breaker | None = None,
-    ) -> None:
-        self.worker: Final = worker
-        self.engine: Final = engine
-        self.breaker = breaker or Breaker()
-        self.pinned_model = pinned_model
-        self.pinned_role = pinned_role
-        self.facts: EngineFacts | None = None
-        self.detail = "not reached yet"
-        self.is_identified = False
-        self.is_up = False
-        self.is_paused = False
-        self._is_draining = False
-        self.last_byte_at = float("-inf")
-        self.on_change: Callable[[Member], None] = lambda member: None
-        self._loads: list[RankLoad] = []
-        self._names: tuple[str, ...] = (pinned_model,) if pinned_model else ()
-        self._failures = 0
-        self._successes = 0
-        self._unhealthy_after = unhealthy_after
-        self._healthy_after = healthy_after
-
-    @property
-    def state(self) -> WorkerState:
-        """The one word for it; the first reason in the way of requests counts."""
-        if self.is_draining:
-            return WorkerState.DRAINING
-        if not self.is_identified:
-            return WorkerState.UNIDENTIFIED if self.facts is None else WorkerState.UNHEALTHY
-        if not self.is_up:
-            return WorkerState.UNHEALTHY
-        return WorkerState.PAUSED if self.is_paused else WorkerState.READY
-
-    @property
-    def is_draining(self) -> bool:
-        """It is on its way out: no new requests."""
-        return self._is_draining
-
-    @is_draining.setter
-    def is_draining(self, value: bool) -> None:
-        if value is not self._is_draining:
-            self._is_draining = value
-            self.on_change(self)
-
-    @property
-    def model_id(self) -> str | None:
-        """Name of the model, ``None`` while it is unknown."""
-        return self.pinned_model or (self.facts.model_id if self.facts else None)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All names that requests may use for what it serves, aliases and adapters included."""
-        return self._names
-
-    @property
-    def role(self) -> Role:
-        """Part in disaggregation."""
-        return self.pinned_role or (self.facts.role if self.facts else Role.REGULAR)
-
-    @property
-    def dp_size(self) -> int:
-        """Number of ranks, 0 while it is unknown."""
-        return self.facts.dp_size if self.facts else 0
-
-    @property
-    def loads(self) -> tuple[RankLoad, ...]:
-        """Booked load by rank."""
-        return tuple(self._loads)
-
-    @property
-    def in_flight(self) -> int:
-        """Requests booked on all ranks."""
-        return sum(load.in_flight for load in self._loads)
-
-    def load_of(self, dp_rank: int) -> RankLoad:
-        """Booked load of one rank."""
-        return self._loads[dp_rank]
-
-    def identified(self, facts: EngineFacts) -> None:
-        """The engine has told what it is, and so is up. Loads of ranks stay: their requests may still be live."""
-        self.facts = facts
-        self._names = tuple(dict.fromkeys((self.pinned_model or facts.model_id, *facts.models)))
-        while len(self._loads) < facts.dp_size:
-            self._loads.append(RankLoad())
-        self.is_identified = True
-        self.is_up = True
-        self.detail = ""
-        self._failures = 0
-        self._successes = 0
-        self.on_change(self)
-
-    def identify_failed(self, reason: str) -> None:
-        """The engine did not tell what it is."""
-        self.detail = reason
-
-    def probed(self, result: ProbeResult, *, is_busy: bool) -> None:
-        """Take one probe into account, with hysteresis both ways.
-
-        Args:
-            result: Outcome of the probe.
-            is_busy: The worker has sent bytes since the last probe: then a failed probe is no evidence of death.
-        """
-        if result is ProbeResult.FAILED:
-            self._successes = 0
-            if is_busy:
-                return
-            self._failures += 1
-            if self.is_up and self._failures >= self._unhealthy_after:
-                self.is_up = False
-                self.detail = f"{self._failures} health checks in a row failed"
-                self.on_change(self)
-            return
-        self._failures = 0
-        self._successes += 1
-        was = self.state
-        if not self.is_up and self._successes >= self._healthy_after:
-            self.is_identified = False  # what comes back may be another process: it is read again before it is used
-        self.is_paused = result is ProbeResult.PAUSED
-        if self.state is not was:
-            self.on_change(self)
-
-    def lost_contact(self, reason: str) -> None:
-        """The data plane could not reach the worker at all: out of rotation at once, the probes bring it back."""
-        self._failures = max(self._failures, self._unhealthy_after)
-        self._successes = 0
-        if self.is_up:
-            self.is_up = False
-            self.detail = reason
-            self.on_change(self)
+__all__ = ["Fleet", "Member", "WorkerState"]
 
 
 class Fleet:
@@ -206,19 +21,25 @@ class Fleet:
 
     Args:
         on_change: Told of every worker whose state or facts have changed, and of removed ones.
+        on_room: Told when there may be room where there was none, all else being as it was.
 
     Attributes:
+        full: Ranks that have as many requests as they are given at once.
         tripped: Workers whose breaker is not closed.
         has_vllm: Some worker runs vLLM.
     """
 
-    def __init__(self, on_change: Callable[[Member], None] = lambda member: None) -> None:
+    def __init__(
+        self, on_change: Callable[[Member], None] = lambda member: None, on_room: Callable[[], None] = lambda: None
+    ) -> None:
         self._members: dict[str, Member] = {}
         self._on_change = on_change
+        self._on_room = on_room
         self._ready: dict[str, tuple[Candidate, ...]] = {}
         self._models: tuple[str, ...] = ()
         self._engines: dict[str, list[EngineKind | None]] = {}
         self._is_one_model = True  # like what is above, asked for with every request
+        self.full: set[RankLoad] = set()
         self.tripped: set[str] = set()
         self.has_vllm = False
 
@@ -238,6 +59,8 @@ class Fleet:
         """Add a worker; it gets requests once it is identified."""
         self._members[member.worker.id] = member
         member.on_change = self._changed
+        member.on_fullness = self._fullness_changed
+        self.full.update(load for load in member.loads if load.is_full)
         self._changed(member)
 
     def remove(self, worker_id: str) -> None:
@@ -245,6 +68,8 @@ class Fleet:
         member = self._members.pop(worker_id)
         member.is_paused = False  # nobody waits for it any more
         self.tripped.discard(worker_id)
+        member.on_fullness = lambda load: None
+        self.full.difference_update(member.loads)
         self._changed(member)
 
     def engine_of(self, worker_id: str) -> EngineKind | None:
@@ -260,7 +85,7 @@ class Fleet:
         """The trial that went to ``member`` is being answered; its end may be minutes away."""
         member.breaker.answering()
         if member.breaker.state is BreakerState.CLOSED:
-            self.tripped.discard(member.worker.id)
+            self._untrip(member)
 
     def restarted(self, member: Member) -> None:
         """``member`` is another process than before, whose failures are not its own."""
@@ -269,7 +94,12 @@ class Fleet:
     def succeeded(self, member: Member) -> None:
         """``member`` has answered a request."""
         member.breaker.succeeded()
-        self.tripped.discard(member.worker.id)
+        self._untrip(member)
+
+    def _untrip(self, member: Member) -> None:
+        if member.worker.id in self.tripped:
+            self.tripped.discard(member.worker.id)
+            self._on_room()
 
     def failed(self, member: Member, now: float) -> None:
         """``member`` has failed a request, through no fault of the request's."""
@@ -291,6 +121,24 @@ class Fleet:
         if not allowed:
             raise NoReadyWorker("every ready worker has failed its last requests and is left alone for a moment")
         return allowed
+
+    def with_room(self, candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+        """Those of ``candidates`` that are not full.
+
+        Raises:
+            NoRoom: All are.
+        """
+        roomy = tuple(candidate for candidate in candidates if not candidate.load.is_full)
+        if not roomy:
+            raise NoRoom("every worker that may take the request has as many as it is given at once")
+        return roomy
+
+    def _fullness_changed(self, load: RankLoad) -> None:
+        if load.is_full:
+            self.full.add(load)
+        else:
+            self.full.discard(load)
+            self._on_room()
 
     def _changed(self, member: Member) -> None:
         ready: dict[str, list[Candidate]] = {}
@@ -355,6 +203,19 @@ class Fleet:
             return ready
         states = sorted({self.reason(member) for member in self if model in member.names})
         raise NoReadyWorker(f"no worker for the model {model!r} is ready ({', '.join(states) or 'none left'})")
+
+    def is_paused_for(self, model: str, can_take: Callable[[Member], bool]) -> bool:
+        """Whether a paused worker of ``model`` could take a request if it were not paused.
+
+        Args:
+            model: The pool.
+            can_take: Whether the request could go to a member at all.
+        """
+        return any(
+            member.state is WorkerState.PAUSED and member.role is Role.REGULAR and can_take(member)
+            for member in self
+            if model in member.names
+        )
 
     def engines_serving(self, model: str) -> Sequence[EngineKind | None]:
         """Engine kind, ``None`` while it is unknown, of each worker that serves ``model``, ready or not."""

@@ -1,6 +1,6 @@
 """Load booked on ranks: taken in the same step as the choice, given back exactly once. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from routers.block_tree import BlockTree
 
@@ -8,19 +8,37 @@ from routers.block_tree import BlockTree
 class RankLoad:
     """What the live requests have booked on one rank.
 
+    Args:
+        on_fullness: Told when the rank has become full, and when it has room again.
+
     Attributes:
         in_flight: Requests, or items of batches, that run or wait there.
         blocks: KV blocks of their prompts; those known by hash count once, however many requests share them.
         prefill_tokens: Prompt tokens whose prefill has not ended.
+        is_full: ``in_flight`` has reached the limit, or passed it: a batch is taken whole while there is any room.
     """
 
-    __slots__ = ("_tree", "blocks", "in_flight", "prefill_tokens")
+    __slots__ = ("_limit", "_on_fullness", "_tree", "blocks", "in_flight", "is_full", "prefill_tokens")
 
-    def __init__(self) -> None:
+    def __init__(self, on_fullness: "Callable[[RankLoad], None]" = lambda load: None) -> None:
+        self._limit = float("inf")
+        self._on_fullness = on_fullness
         self.in_flight = 0
         self.blocks = 0
         self.prefill_tokens = 0
         self._tree = BlockTree()
+        self.is_full = False
+
+    def set_limit(self, limit: float) -> None:
+        """Take as many requests at once from now on; ``math.inf`` for no limit."""
+        self._limit = limit
+        self.note()
+
+    def note(self) -> None:
+        """``in_flight`` has changed: see whether there is room."""
+        if (self.in_flight >= self._limit) is not self.is_full:
+            self.is_full = not self.is_full
+            self._on_fullness(self)
 
     @property
     def is_idle(self) -> bool:
@@ -81,6 +99,7 @@ class RankBooking:
         load.in_flight += requests
         load.blocks += blocks
         load.prefill_tokens += prefill_tokens
+        load.note()
 
     def first_token(self) -> None:
         """The prefill has ended: give its tokens back."""
@@ -101,3 +120,4 @@ class RankBooking:
         self._load.blocks -= self._blocks
         if self._chain_end is not None:
             self._load.release_chain(self._chain_end)
+        self._load.note()

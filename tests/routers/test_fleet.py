@@ -1,12 +1,13 @@
 """The fleet: states of workers as transcripts, pools by model, pins, and the words for what is not there."""
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from backends.types import EngineFacts, EngineKind, ProbeResult, Role, Worker
 from backends.upstream.base import Origin
-from routers.errors import ModelRequired, NoReadyWorker, NoSuchRank, UnknownModel
+from routers.errors import ModelRequired, NoReadyWorker, NoRoom, NoSuchRank, UnknownModel
 from routers.fleet import Fleet, Member, WorkerState
 from routers.types import BlockGroup, RankKey
 
@@ -299,3 +300,90 @@ def test_pins_to_what_is_not_ready() -> None:
 def test_valid_ranks() -> None:
     fleet = fleet_of(ready("a", dp_size=2), ready("b", dp_size=4), ready("c", model_id="other", dp_size=8), member("d"))
     assert (fleet.valid_ranks("m"), fleet.valid_ranks("other"), fleet.valid_ranks("x")) == (4, 8, 0)
+
+
+# --- room
+
+
+@pytest.mark.parametrize(
+    ("given", "running", "ranks", "expected"),
+    [
+        pytest.param(None, None, 1, math.inf, id="nobody says"),
+        pytest.param(None, 8, 1, 10, id="a quarter more than the engine runs"),
+        pytest.param(None, 1, 1, 2, id="rounded up"),
+        pytest.param(None, 8, 4, 3, id="spread over the ranks"),
+        pytest.param(None, 0, 1, 1, id="never none"),
+        pytest.param(5, 8, 1, 5, id="the operator's word counts"),
+        pytest.param(5, None, 2, 3, id="the operator's word, spread"),
+    ],
+)
+def test_what_a_rank_gets_at_once(given: int | None, running: int | None, ranks: int, expected: float) -> None:
+    one = member(max_in_flight=given)
+    assert one.max_in_flight_per_rank == (math.inf if given is None else given)
+    one.identified(replace(FACTS, max_running_requests=running, dp_size=ranks))
+    assert one.max_in_flight_per_rank == expected
+    for load in one.loads if expected < math.inf else ():
+        for _ in range(int(expected)):
+            assert not load.is_full
+            load.book(requests=1, blocks=0, prefill_tokens=0)
+        assert load.is_full
+
+
+def test_full_ranks_are_no_candidates() -> None:
+    told: list[str] = []
+    fleet = Fleet(on_room=lambda: told.append("room"))
+    for name in ("v", "w"):
+        one = member(name, max_in_flight=1)
+        fleet.add(one)
+        one.identified(FACTS)
+    assert (fleet.full, told) == (set(), [])
+    ranks = fleet.candidates("m")
+    first = ranks[0].load.book(requests=1, blocks=0, prefill_tokens=0)
+    assert fleet.full == {ranks[0].load}
+    assert [candidate.key for candidate in fleet.with_room(ranks)] == [RankKey("w", 0)]
+    second = ranks[1].load.book(requests=1, blocks=0, prefill_tokens=0)
+    with pytest.raises(NoRoom):
+        fleet.with_room(ranks)
+    assert told == []
+    first.release()
+    assert (fleet.full, told) == ({ranks[1].load}, ["room"])
+    fleet.remove("w")
+    assert fleet.full == set()
+    second.release()  # of a worker that is gone
+    assert (fleet.full, told) == (set(), ["room"])
+
+
+def test_a_full_worker_that_is_added_is_full() -> None:
+    one = member(max_in_flight=1)
+    one.identified(FACTS)
+    booking = one.load_of(0).book(requests=1, blocks=0, prefill_tokens=0)
+    fleet = fleet_of(one)
+    assert fleet.full == {one.load_of(0)}
+    booking.release()
+    assert fleet.full == set()
+
+
+def test_a_breaker_that_closes_gives_room() -> None:
+    told: list[str] = []
+    fleet = Fleet(on_room=lambda: told.append("room"))
+    one = ready()
+    fleet.add(one)
+    fleet.succeeded(one)
+    assert told == []
+    for _ in range(5):
+        fleet.failed(one, 0.0)
+    assert fleet.tripped == {"w"}
+    fleet.succeeded(one)
+    assert (fleet.tripped, told) == (set(), ["room"])
+
+
+def test_a_paused_worker_may_come_back() -> None:
+    one, other = ready("one"), ready("other", model_id="n")
+    fleet = fleet_of(one, other)
+    assert not fleet.is_paused_for("m", lambda member: True)
+    one.probed(PAUSED, is_busy=False)
+    assert fleet.is_paused_for("m", lambda member: member is one)
+    assert not fleet.is_paused_for("m", lambda member: False)
+    assert not fleet.is_paused_for("n", lambda member: True)
+    one.is_draining = True
+    assert not fleet.is_paused_for("m", lambda member: True)

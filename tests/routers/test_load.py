@@ -1,5 +1,7 @@
 """Bookings: taken once, given back once."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -77,3 +79,36 @@ def test_the_load_is_the_sum_of_what_is_live(amounts: list[tuple[int, int, int]]
         booking.release()
         del live[booking]
     assert load.is_idle
+
+
+def test_a_rank_is_full_from_its_limit_on() -> None:
+    told: list[bool] = []
+    load = RankLoad(lambda changed: told.append(changed.is_full))
+    load.set_limit(2)
+    bookings = [load.book(requests=1, blocks=0, prefill_tokens=0) for _ in range(3)]
+    assert (load.is_full, told) == (True, [True])
+    bookings[0].release()
+    assert load.is_full
+    bookings[1].release()
+    assert (load.is_full, told) == (False, [True, False])
+    load.set_limit(1)
+    assert (load.is_full, told) == (True, [True, False, True])
+    load.set_limit(math.inf)
+    assert (load.is_full, told) == (False, [True, False, True, False])
+    bookings[2].release()
+    assert load.is_idle
+
+
+def test_a_batch_is_taken_whole() -> None:
+    load = RankLoad()
+    load.set_limit(2)
+    batch = load.book(requests=50, blocks=0, prefill_tokens=0)
+    assert (load.is_full, load.in_flight) == (True, 50)
+    batch.release()
+    assert not load.is_full
+
+
+def test_a_rank_without_a_limit_is_never_full() -> None:
+    load = RankLoad()
+    load.book(requests=10**9, blocks=0, prefill_tokens=0)
+    assert not load.is_full
