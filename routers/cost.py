@@ -85,7 +85,7 @@ def placement_cost(
     host_blocks: int = 0,
     disk_blocks: int = 0,
     shared_blocks: int = 0,
-) -> Cost:
+) -> tuple[float, float, float, float, int, float]:
     """Estimate the work that a rank faces if it is given a request. Prefill counts in tokens, decode in full blocks.
 
     Args:
@@ -100,6 +100,9 @@ def placement_cost(
         host_blocks: Further ones that it has in host memory.
         disk_blocks: Further ones on its disk.
         shared_blocks: Further ones in a cache that all workers share.
+
+    Returns:
+        The fields of a ``Cost``, not named, since naming them costs as much as computing them.
     """
     credit = parameters.overlap_score_credit * device_blocks
     if parameters.overlap_score_credit_decay and credit:
@@ -122,5 +125,4 @@ def placement_cost(
     else:
         raw_prefill = prefill_term = 0.0
         total = max(0.0, decode_blocks - credit) + request_term
-    # The constructor of a named tuple costs as much as all of the above.
-    return tuple.__new__(Cost, (total, raw_prefill, credit, prefill_term, decode_blocks, request_term))
+    return total, raw_prefill, credit, prefill_term, decode_blocks, request_term

@@ -3,7 +3,7 @@
 import math
 import random
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from routers.cost import DEFAULT_COST, Cost, CostParameters, placement_cost
 from routers.explain import Explained, explain_load
@@ -15,22 +15,7 @@ CROWDED_ABOVE_MEAN: Final = 4
 CROWDED_TIMES_MEAN: Final = 1.5
 CROWDED: Final = "crowded"
 
-
-class _Weighed(NamedTuple):
-    """The candidates' costs, in their order.
-
-    Attributes:
-        totals: What is compared, in blocks of the smallest size among the prompts, since a block of 64 tokens is not
-            to be compared with one of 16; infinite where a candidate is passed over.
-        costs: The costs in the candidates' own blocks.
-        overlaps: Leading prompt blocks on the device.
-        prompts: The prompt as the candidate's group has it.
-    """
-
-    totals: list[float]
-    costs: list[Cost]
-    overlaps: list[int]
-    prompts: list[PromptBlocks]
+_Parts = tuple[float, float, float, float, int, float]
 
 
 class KvAware:
@@ -67,56 +52,63 @@ class KvAware:
             raise ValueError("no candidates")
         if not request.prompts:
             return self._without_blocks.select(request, candidates)
-        weighed = self._weigh(request, candidates)
-        index = self._draw(weighed.totals) if self._temperature else self._cheapest(weighed.totals, candidates)
-        return Placement(candidates[index], weighed.overlaps[index], weighed.prompts[index])
+        totals, _ = self._weigh(request, candidates)
+        index = self._draw(totals) if self._temperature else self._cheapest(totals, candidates)
+        chosen = candidates[index]
+        prompt = _prompt_for(request, chosen.group)
+        return Placement(chosen, _on_device(prompt, chosen), prompt)
 
     def explain(self, request: RouteRequest, candidates: Sequence[Candidate]) -> list[Explained]:
         """Say what ``select`` would compare, candidate by candidate."""
         if not request.prompts or not candidates:
             return explain_load(request, candidates)
-        weighed = self._weigh(request, candidates)
+        explained = []
         smallest = _smallest_block(request)
-        return [
-            Explained(
-                *candidate.key,
-                overlap_blocks=overlap,
-                prompt_blocks=prompt.full_blocks,
-                active_blocks=candidate.load.blocks,
-                active_prefill_tokens=candidate.load.prefill_tokens,
-                in_flight=candidate.load.in_flight,
-                cost=cost.total * prompt.block_size / smallest,
-                excluded=CROWDED if total == math.inf else None,
-                parts=cost,
+        for candidate, total, parts in zip(candidates, *self._weigh(request, candidates), strict=True):
+            prompt, load, cost = _prompt_for(request, candidate.group), candidate.load, Cost(*parts)
+            explained.append(
+                Explained(
+                    *candidate.key,
+                    overlap_blocks=_on_device(prompt, candidate),
+                    prompt_blocks=prompt.full_blocks,
+                    active_blocks=load.blocks,
+                    active_prefill_tokens=load.prefill_tokens,
+                    in_flight=load.in_flight,
+                    cost=cost.total * prompt.block_size / smallest,
+                    excluded=CROWDED if total == math.inf else None,
+                    parts=cost,
+                )
             )
-            for candidate, total, cost, overlap, prompt in zip(candidates, *weighed, strict=True)
-        ]
+        return explained
 
-    def _weigh(self, request: RouteRequest, candidates: Sequence[Candidate]) -> _Weighed:
+    def _weigh(self, request: RouteRequest, candidates: Sequence[Candidate]) -> tuple[list[float], list[_Parts]]:
+        """Compute what is compared, and the costs behind it, for each candidate.
+
+        Compared are blocks of the smallest size among the prompts, since one of 64 tokens is not to be compared with
+        one of 16; where a candidate is passed over, infinity.
+        """
         parameters = self._parameters
-        weighed = _Weighed([], [], [], [])
-        totals, costs, overlaps, prompts = weighed
+        totals: list[float] = []
+        costs: list[_Parts] = []
         smallest = _smallest_block(request)
         mean = sum([candidate.load.in_flight for candidate in candidates]) / len(candidates)
         crowded = max(mean + CROWDED_ABOVE_MEAN, mean * CROWDED_TIMES_MEAN)
-        least_prefill = min([candidate.load.prefill_tokens for candidate in candidates])
+        least_prefill = 0
+        if parameters.overlap_score_credit_decay:
+            least_prefill = min([candidate.load.prefill_tokens for candidate in candidates])
         prompt, group, shared = None, None, 0
         for candidate in candidates:
             if prompt is None or candidate.group != group:
                 group, shared = candidate.group, 0
                 prompt = _prompt_for(request, group)
-                block_size, tokens, hashes, full = (
-                    prompt.block_size,
-                    prompt.prompt_tokens,
-                    prompt.sequence_hashes,
-                    prompt.full_blocks,
-                )
-                device, has_lower_tiers = prompt.overlap.device, bool(prompt.overlap.host or prompt.overlap.disk)
+                block_size, tokens, full = prompt.block_size, prompt.prompt_tokens, prompt.full_blocks
+                hashes, device = prompt.sequence_hashes, prompt.overlap.device
+                has_lower_tiers = prompt.overlap.host or prompt.overlap.disk
             load = candidate.load
             # Ranks mostly share what all prompts begin with, and so the same number of blocks.
             shared = load.shared_blocks(hashes, shared)
             on_device = device.get(candidate.key, 0)
-            if on_device > full or on_device < 0:
+            if not 0 <= on_device <= full:
                 on_device = _within(on_device, full)
             on_host = on_disk = 0
             if has_lower_tiers:
@@ -133,14 +125,12 @@ class KvAware:
                 on_host,
                 on_disk,
             )
+            costs.append(cost)
             if load.in_flight >= crowded and on_device + on_host + on_disk:
                 totals.append(math.inf)
             else:
-                totals.append(cost.total if block_size == smallest else cost.total * block_size / smallest)
-            costs.append(cost)
-            overlaps.append(on_device)
-            prompts.append(prompt)
-        return weighed
+                totals.append(cost[0] if block_size == smallest else cost[0] * block_size / smallest)
+        return totals, costs
 
     def _cheapest(self, totals: list[float], candidates: Sequence[Candidate]) -> int:
         least = min(totals)
@@ -168,6 +158,10 @@ def _prompt_for(request: RouteRequest, group: BlockGroup | None) -> PromptBlocks
         known = max(request.prompts.values(), key=lambda one: one.prompt_tokens)
         prompt = PromptBlocks(group.block_size if group else known.block_size, known.prompt_tokens)
     return prompt
+
+
+def _on_device(prompt: PromptBlocks, candidate: Candidate) -> int:
+    return _within(prompt.overlap.device.get(candidate.key, 0), prompt.full_blocks)
 
 
 def _lower_tiers(prompt: PromptBlocks, candidate: Candidate, on_device: int) -> tuple[int, int]:

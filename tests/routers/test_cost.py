@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routers.cost import DECODE_COST, DEFAULT_COST, PREFILL_COST, CostParameters, placement_cost
+from routers.cost import DECODE_COST, DEFAULT_COST, PREFILL_COST, Cost, CostParameters, placement_cost
 
 # A rank with 320 tokens to prefill and 50 blocks in use once the prompt of 200 tokens is there; 6 of its 12 blocks
 # are cached. Raw prefill is (320 + 200) / 16 = 32.5.
@@ -25,7 +25,7 @@ BUSY: dict[str, Any] = {
 
 def cost(parameters: CostParameters = DEFAULT_COST, **changes: int) -> float:
     """The total for the busy rank."""
-    return placement_cost(parameters, **{**BUSY, **changes}).total
+    return Cost(*placement_cost(parameters, **{**BUSY, **changes})).total
 
 
 @pytest.mark.parametrize(
@@ -36,15 +36,17 @@ def cost(parameters: CostParameters = DEFAULT_COST, **changes: int) -> float:
     ],
 )
 def test_a9_1_worked_examples(prompt_tokens: int, cached: int, total: float, prefill: float, decode: int) -> None:
-    found = placement_cost(
-        DEFAULT_COST,
-        block_size=16,
-        prompt_tokens=prompt_tokens,
-        active_prefill_tokens=0,
-        least_prefill_tokens=0,
-        decode_blocks=prompt_tokens // 16,
-        in_flight=0,
-        device_blocks=cached,
+    found = Cost(
+        *placement_cost(
+            DEFAULT_COST,
+            block_size=16,
+            prompt_tokens=prompt_tokens,
+            active_prefill_tokens=0,
+            least_prefill_tokens=0,
+            decode_blocks=prompt_tokens // 16,
+            in_flight=0,
+            device_blocks=cached,
+        )
     )
     assert (found.total, found.prefill_term, found.decode_blocks) == (total, prefill, decode)
 
@@ -88,7 +90,7 @@ def test_a9_2_every_parameter(parameters: dict[str, Any], changes: dict[str, int
 
 
 def test_parts_make_the_total() -> None:
-    found = placement_cost(CostParameters(decode_active_request_weight=1.0), **BUSY)
+    found = Cost(*placement_cost(CostParameters(decode_active_request_weight=1.0), **BUSY))
     assert found._asdict() == {
         "total": 79.5,
         "raw_prefill_blocks": 32.5,
@@ -140,7 +142,7 @@ def test_costs_are_finite_and_a_cached_block_never_adds_to_them(
     parameters: CostParameters, facts: dict[str, int], more: int
 ) -> None:
     facts["active_prefill_tokens"] += facts["least_prefill_tokens"]
-    total = placement_cost(parameters, **facts).total
+    total = placement_cost(parameters, **facts)[0]
     assert 0 <= total < math.inf
     facts["device_blocks"] += more
-    assert placement_cost(parameters, **facts).total <= total
+    assert placement_cost(parameters, **facts)[0] <= total

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from backends.types import EngineKind
 from kv_events.index_types import Overlap
-from routers.cost import CostParameters, placement_cost
+from routers.cost import Cost, CostParameters, placement_cost
 from routers.explain import Explained
 from routers.kv_aware import KvAware
 from routers.load import RankLoad
@@ -88,6 +88,19 @@ def test_blocks_that_live_requests_share_cost_nothing_more() -> None:
     candidates[1].load.book(requests=1, blocks=10, prefill_tokens=0, block_hashes=blocks)
     busy(candidates[0], blocks=1)
     assert chosen(candidates, asked) == "w1"
+
+
+def test_what_a_cache_saves_loses_weight_where_most_prefill_waits() -> None:
+    candidates = ranks(2)
+    for candidate, tokens in zip(candidates, (160 + 64, 64), strict=True):
+        busy(candidate, tokens=tokens)
+    busy(candidates[1], blocks=6)
+    assert chosen(candidates, request(device={"w0": 9})) == "w0"
+    # 160 tokens behind, which is one prompt: half the credit is left.
+    decaying = KvAware(random.Random(1), CostParameters(overlap_score_credit_decay=1.0, prefill_load_scale=2.0))
+    costs = [one.parts.credit_blocks for one in decaying.explain(request(device={"w0": 9}), candidates) if one.parts]
+    assert costs == [4.5, 0.0]
+    assert chosen(candidates, request(device={"w0": 9}), decaying) == "w1"
 
 
 def test_no_candidates() -> None:
@@ -226,10 +239,11 @@ def test_explained_is_what_is_compared() -> None:
     policy = KvAware(random.Random(1), CostParameters(decode_active_request_weight=1.0))
     first, second = policy.explain(request(170, device={"w0": 3}), candidates)
     facts = {"block_size": 16, "prompt_tokens": 170, "least_prefill_tokens": 0}
-    cost = placement_cost(
-        CostParameters(decode_active_request_weight=1.0),
-        **facts, active_prefill_tokens=32, decode_blocks=14, in_flight=8, device_blocks=3,
-    )  # fmt: skip
+    parameters = CostParameters(decode_active_request_weight=1.0)
+    parts = placement_cost(
+        parameters, **facts, active_prefill_tokens=32, decode_blocks=14, in_flight=8, device_blocks=3
+    )
+    cost = Cost(*parts)
     assert first == Explained("w0", 0, 3, 10, 4, 32, 8, cost.total, "crowded", cost)
     assert cost.total == (202 / 16 - 3) + 14 + 8
     assert (second.cost, second.excluded, second.overlap_blocks) == (170 / 16 + 10, None, 0)
