@@ -53,6 +53,7 @@ class AccessRecord(msgspec.Struct, frozen=True, gc=False):
         bytes_out: Bytes of the answer's body that were sent.
         duration_s: From the request's first byte to its end.
         first_byte_s: From the same moment to the answer's first byte.
+        queue_s: Time spent waiting for a worker, if it had to.
         error: Message of the error sent to the client, or of what went wrong.
     """
 
@@ -77,6 +78,7 @@ class AccessRecord(msgspec.Struct, frozen=True, gc=False):
     bytes_out: int = 0
     duration_s: float = 0.0
     first_byte_s: float | None = None
+    queue_s: float | None = None
     error: str | None = None
 
 
@@ -113,6 +115,8 @@ def format_text(record: AccessRecord) -> bytes:
     parts.append(f"bytes_in={record.bytes_in} bytes_out={record.bytes_out} duration_s={record.duration_s:.6f}")
     if record.first_byte_s is not None:
         parts.append(f"first_byte_s={record.first_byte_s:.6f}")
+    if record.queue_s is not None:
+        parts.append(f"queue_s={record.queue_s:.6f}")
     if record.error is not None:
         parts.append(f"error={_quoted(record.error)}")
     return (" ".join(parts) + "\n").encode()
@@ -143,6 +147,7 @@ def format_json(record: AccessRecord) -> bytes:
             "bytes_out": record.bytes_out,
             "duration_s": round(record.duration_s, 6),
             "first_byte_s": None if record.first_byte_s is None else round(record.first_byte_s, 6),
+            "queue_s": None if record.queue_s is None else round(record.queue_s, 6),
             "error": _shortened(record.error),
         }
     )

@@ -41,6 +41,8 @@ from gateway.metrics import Metrics
 from gateway.services import Limits, Services
 from gateway.settings import Settings, SettingsError, read_config_workers, read_key_file, resolve_worker_keys
 from gateway.tasks import OwnedTasks
+from gateway.waiting_room import WaitingRoom
+from routers.admission import AdmissionQueue
 from routers.fleet import Fleet, Member, WorkerState
 from routers.registry import make_policy
 
@@ -48,6 +50,8 @@ logger = logging.getLogger("forebay")
 
 # How long legs get to end after their requests were stopped at the drain's deadline.
 STOP_GRACE_S = 1.0
+# Bodies of requests that wait for a worker, all together.
+QUEUE_MAX_BYTES = 512 * 1024 * 1024
 
 
 class Gateway:
@@ -107,17 +111,19 @@ class Gateway:
             healthy_after=settings.healthy_after,
             breaker_failures=settings.breaker_failures,
             breaker_open_s=settings.breaker_open_s,
+            max_in_flight=settings.max_in_flight_per_worker,
         )
         self._file_workers = self._read_file_workers(settings)
         self.asgi = DataPlane(self.services, self.keys, self._make_fastapi())
 
     def _make_services(self, settings: Settings) -> Services:
         live = LiveRequests()
-        fleet = Fleet(self._worker_changed)
+        fleet = Fleet(self._worker_changed, lambda: self.services.waiting.wake())
         metrics = Metrics(
             in_flight=lambda: len(live),
             knows_model=lambda model: model in fleet.models,
             access_log_dropped=lambda: self._access_log.dropped_total,
+            queued=lambda: len(self.services.waiting),
         )
         metrics.add(self.kv_metrics.families)
         aborter = AbortSupervisor(
@@ -148,6 +154,7 @@ class Gateway:
                 EngineKind.VLLM: VLLMBackend(self._control),
             },
             aborter=aborter,
+            waiting=_waiting_room(settings, fleet, metrics),
             live=live,
             legs=LiveLegs(),
             kv=self.kv,
@@ -178,6 +185,7 @@ class Gateway:
             self.services.aborter.paused(member.worker.id)
         else:
             self.services.aborter.resumed(member.worker.id)
+        self.services.waiting.wake()
 
     def _make_fastapi(self) -> FastAPI:
         app = FastAPI(title="Forebay", docs_url=None, redoc_url=None, openapi_url=None, lifespan=self._lifespan)
@@ -239,6 +247,7 @@ class Gateway:
         """Admit nothing more, let requests end, stop what is left at the deadline; then ``drained`` is set."""
         if not self.services.is_draining:
             self.services.is_draining = True
+            self.services.waiting.close()
             self._drains.spawn(self._drain(), "drain")
 
     async def _drain(self) -> None:
@@ -267,3 +276,18 @@ class Gateway:
         await self._client.aclose()
         await self._control.aclose()
         await self._access_log.close()
+
+
+def _waiting_room(settings: Settings, fleet: Fleet, metrics: Metrics) -> WaitingRoom:
+    return WaitingRoom(
+        AdmissionQueue(
+            max_requests=settings.queue_max_requests,
+            max_bytes=QUEUE_MAX_BYTES,
+            max_crowded_s=settings.queue_max_age_s,
+            max_paused_s=settings.pause_hold_s,
+        ),
+        fleet,
+        time.monotonic,
+        metrics,
+        holds_paused=settings.pause_hold_s > 0,
+    )

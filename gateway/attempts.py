@@ -26,9 +26,10 @@ class Attempts:
         count: Attempts begun.
         failed: Workers that it must not be sent to again.
         deaths: Workers that died under it.
+        queue_s: How long the request has waited for a worker, ``None`` if it never had to.
     """
 
-    __slots__ = ("_most", "_was_stale", "count", "deaths", "failed")
+    __slots__ = ("_most", "_was_stale", "count", "deaths", "failed", "queue_s")
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -36,10 +37,15 @@ class Attempts:
         self.count = 0
         self.deaths = 0
         self.failed: set[str] = set()
+        self.queue_s: float | None = None
 
     def begin(self) -> None:
         """An attempt begins."""
         self.count += 1
+
+    def waited(self, seconds: float) -> None:
+        """A wait for a worker has ended."""
+        self.queue_s = (self.queue_s or 0.0) + seconds
 
     def may_retry(self, worker_id: str, failure: Failure) -> bool:
         """Take a failure into account; whether another worker may be tried, or after ``STALE`` any, this one too."""

@@ -43,6 +43,7 @@ READ_FIELDS = INTERNAL_FIELDS | {
     "best_of",
     "use_beam_search",
     "background",
+    "priority",
     "session_id",
     "session_params",
     "return_spec_tokens_details",

@@ -20,7 +20,7 @@ from backends.errors import (
 )
 from gateway.outcome import Outcome
 from gateway.routes import Dialect
-from routers.errors import ModelRequired, NoReadyWorker, NoSuchRank, RoutingError, UnknownModel
+from routers.errors import ModelRequired, NoReadyWorker, NoRoom, NoSuchRank, QueueFull, RoutingError, UnknownModel
 
 MAX_ENGINE_TEXT_CHARS = 8192
 RETRY_AFTER_S = 1
@@ -174,6 +174,8 @@ _ROUTING: Mapping[type[RoutingError], tuple[int, str, Outcome, str | None]] = {
     ModelRequired: (400, "invalid_request", Outcome.REJECTED, "model"),
     UnknownModel: (404, "model_not_found", Outcome.REJECTED, "model"),
     NoReadyWorker: (503, "unavailable", Outcome.OVERLOADED, None),
+    NoRoom: (429, "overloaded", Outcome.OVERLOADED, None),
+    QueueFull: (429, "overloaded", Outcome.OVERLOADED, None),
     NoSuchRank: (400, "invalid_request", Outcome.REJECTED, None),
 }
 
@@ -186,7 +188,7 @@ def report_of(error: Exception) -> ErrorReport:
         status, kind, outcome, param = _ROUTING.get(type(error), _ROUTING[NoReadyWorker])
         if isinstance(error, NoSuchRank):
             param = error.header
-        return ErrorReport(status, kind, str(error), outcome, param, RETRY_AFTER_S if status == 503 else None)
+        return ErrorReport(status, kind, str(error), outcome, param, RETRY_AFTER_S if status in (429, 503) else None)
     if isinstance(error, UpstreamError):
         status, kind, message = _UPSTREAM.get(type(error), (502, "engine_error", "the engine could not be used"))
         if isinstance(error, AnswerTooLarge):

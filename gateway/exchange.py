@@ -35,15 +35,15 @@ from gateway.errors import (
     report_of,
 )
 from gateway.outcome import Outcome
-from gateway.placement import Placed, eligible, place
+from gateway.placement import Placed, place
 from gateway.relay import AnswerRelay
 from gateway.routes import Route
 from gateway.screening import refuse_engine_state
 from gateway.services import Services
+from gateway.waiting_room import Wanted
 from routers.errors import RoutingError
 
 logger = logging.getLogger("forebay.exchange")
-
 
 # How a request that was stopped from this side ends; one whose client is gone has nobody to tell.
 _STOPPED = {
@@ -161,6 +161,7 @@ class Exchange:
         if self._outcome is not None or self._cause is not None:
             return
         self._cause = cause
+        self._services.waiting.leave(self)
         if self._placed is not None:
             self._cancel(self._placed, cause)
         if cause is not Cause.CLIENT_GONE:  # one that does not read would hold the request for ever
@@ -190,7 +191,10 @@ class Exchange:
         """Have the engine stop the request or an item of it; see ``LiveRequest.abort``."""
         placed, envelope = self._placed, self._envelope
         if placed is None or envelope is None:
-            return None
+            if self not in self._services.waiting:
+                return None
+            self.stop(Cause.CLIENT_ABORT)
+            return ""
         live = [leg for leg in placed.legs if not leg.is_ended]
         if not live:
             if self._outcome is not None or self._cause is not None:
@@ -234,13 +238,12 @@ class Exchange:
         if envelope.worker_id is not None and not request.is_admin:
             raise InvalidRequest("x-forebay-worker needs the admin API key", param="x-forebay-worker", status=403)
         self._model = services.fleet.model_of(envelope.model)
-        engines = services.fleet.engines_serving(self._model)
-        if len(engines) > 1:
-            refuse_engine_state(envelope.body, engines)
+        refuse_engine_state(envelope.body, services.fleet.engines_serving(self._model))
         while True:
-            started = services.clock()
-            self._placed = placed = place(services, self._route, envelope, self._model, self._attempts.failed)
-            services.metrics.route_seconds(services.clock() - started)
+            if not services.waiting.place_now(self._place):
+                await services.waiting.wait(self, self._wanted(envelope), self._place)
+            placed = self._placed
+            assert placed is not None
             self._attempts.begin()
             self._engine_ids += placed.sent_ids
             if placed.sample_ids and not self._sample_ids:
@@ -257,6 +260,17 @@ class Exchange:
                 self._judge(placed, failed=verdict.outcome in _WORKERS_FAULT)
                 self._end(placed)
                 return verdict
+
+    def _place(self) -> None:
+        """Choose a rank and send; called as the request comes, or when it is its turn."""
+        services, envelope = self._services, self._envelope
+        assert envelope is not None
+        started = services.clock()
+        self._placed = place(services, self._route, envelope, self._model, self._attempts.failed)
+        services.metrics.route_seconds(services.clock() - started)
+
+    def _wanted(self, envelope: Envelope) -> Wanted:
+        return Wanted(self._request, self._route, envelope, self._model, self._attempts)
 
     async def _try_another(self, envelope: Envelope, placed: Placed, error: Exception) -> bool:
         """After a failed attempt: settle it, and say whether the request goes to another worker."""
@@ -275,7 +289,7 @@ class Exchange:
         if self._attempts.deaths > 1:
             raise GatewayError(ENGINE_DIED) from error
         is_open = self._cause is None and not self._relay.status and not self._services.is_draining
-        return may_retry and is_open and self._has_others(envelope)
+        return may_retry and is_open and self._services.waiting.is_hopeful(self._wanted(envelope))
 
     async def _failure(self, placed: Placed, error: Exception, report: ErrorReport) -> Failure:
         if isinstance(error, ConnectFailed):
@@ -297,14 +311,6 @@ class Exchange:
             self._services.fleet.failed(placed.member, self._services.clock())
         else:
             self._services.fleet.succeeded(placed.member)
-
-    def _has_others(self, envelope: Envelope) -> bool:
-        """Whether the request can go anywhere else, pins and breakers included; if not, its own error is told."""
-        try:
-            eligible(self._services, self._route, envelope, self._model, self._attempts.failed)
-        except (GatewayError, RoutingError):
-            return False
-        return True
 
     def _end(self, placed: Placed) -> None:
         for leg in placed.legs:
@@ -388,6 +394,7 @@ class Exchange:
                 bytes_out=relay.bytes_out,
                 duration_s=now - self._started_at,
                 first_byte_s=first_byte_s,
+                queue_s=self._attempts.queue_s,
                 error=self._report.message if self._report else None,
             )
         )

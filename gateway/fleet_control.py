@@ -38,6 +38,7 @@ class FleetControl:
         healthy_after: Good probes in a row that bring it back.
         breaker_failures: Failed requests in a row after which a worker is left alone.
         breaker_open_s: For how long.
+        max_in_flight: Requests that one worker gets at once, ``None`` to go by its engine's limit.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class FleetControl:
         healthy_after: int,
         breaker_failures: int,
         breaker_open_s: float,
+        max_in_flight: int | None,
     ) -> None:
         self._fleet = fleet
         self._backends = backends
@@ -68,6 +70,7 @@ class FleetControl:
         self._healthy_after = healthy_after
         self._breaker_failures = breaker_failures
         self._breaker_open_s = breaker_open_s
+        self._max_in_flight = max_in_flight
         self._specs: dict[str, WorkerSpec] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._removals: dict[str, asyncio.Task[None]] = {}
@@ -103,6 +106,7 @@ class FleetControl:
             unhealthy_after=self._unhealthy_after,
             healthy_after=self._healthy_after,
             breaker=Breaker(threshold=self._breaker_failures, open_s=self._breaker_open_s),
+            max_in_flight=self._max_in_flight,
         )
         self._specs[worker.id] = spec
         self._fleet.add(member)

@@ -21,7 +21,7 @@ class LiveRequest(Protocol):
         """Have the engine stop it, or one item of it, and let the client have what there is.
 
         Returns:
-            The worker's id, ``None`` if it is on no worker now.
+            The worker's id, empty if it waits for one, ``None`` if there is nothing to stop.
         """
 
 

@@ -25,6 +25,7 @@ OTHER: Final = "other"
 # Up to ten minutes: long generations are normal.
 _REQUEST_BOUNDS_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _FIRST_BYTE_BOUNDS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_QUEUE_BOUNDS_S: Final = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _ROUTE_BOUNDS_S: Final = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 0.1)
 
 
@@ -62,6 +63,7 @@ class Metrics:
         in_flight: Returns the requests that are admitted and not ended; called on a scrape.
         knows_model: Whether a worker serves the model; other names are counted as ``unknown``.
         access_log_dropped: Returns the access lines dropped so far; called on a scrape.
+        queued: Returns the requests that wait for a worker; called on a scrape.
     """
 
     __slots__ = (
@@ -75,6 +77,8 @@ class Metrics:
         "_in_flight",
         "_knows_model",
         "_models",
+        "_queue",
+        "_queued",
         "_ready",
         "_registry",
         "_request",
@@ -88,10 +92,12 @@ class Metrics:
         in_flight: Callable[[], int],
         knows_model: Callable[[str], bool],
         access_log_dropped: Callable[[], int] = lambda: 0,
+        queued: Callable[[], int] = lambda: 0,
     ) -> None:
         self._in_flight = in_flight
         self._knows_model = knows_model
         self._access_log_dropped = access_log_dropped
+        self._queued = queued
         self._requests: dict[tuple[str, str, str, int], int] = {}
         self._attempts: dict[tuple[str, str], int] = {}
         self._aborts_sent: dict[str, int] = {}
@@ -104,6 +110,7 @@ class Metrics:
         self._request = Histogram(_REQUEST_BOUNDS_S)
         self._first_byte = Histogram(_FIRST_BYTE_BOUNDS_S)
         self._route = Histogram(_ROUTE_BOUNDS_S)
+        self._queue = Histogram(_QUEUE_BOUNDS_S)
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(_Collector(self._families))
         ProcessCollector(registry=self._registry)
@@ -155,6 +162,10 @@ class Metrics:
         """Count the time that one placement took."""
         self._route.observe(seconds)
 
+    def queue_seconds(self, seconds: float) -> None:
+        """Count the time that one request waited for a worker, however the wait ended."""
+        self._queue.observe(seconds)
+
     def worker_ready(self, worker_id: str, is_ready: bool) -> None:
         """Note whether a worker takes requests; from the first time on it has series of its own."""
         self._ready[_bounded(self._workers, worker_id, MAX_WORKERS)] = is_ready
@@ -199,6 +210,9 @@ class Metrics:
         yield GaugeMetricFamily(
             "forebay_in_flight_requests", "Requests admitted and not ended.", value=self._in_flight()
         )
+        yield GaugeMetricFamily(
+            "forebay_queued_requests", "Requests that wait for a worker with room.", value=self._queued()
+        )
         yield self._request.family("forebay_request_duration_seconds", "Request duration.")
         yield self._first_byte.family("forebay_time_to_first_byte_seconds", "Time to an answer's first byte.")
         yield _counter(
@@ -224,6 +238,7 @@ class Metrics:
             ready.add_metric((worker,), float(is_ready))
         yield ready
         yield self._route.family("forebay_route_seconds", "Time that one placement took.")
+        yield self._queue.family("forebay_queue_seconds", "Time that requests waited for a worker, where they had to.")
         yield CounterMetricFamily(
             "forebay_access_log_dropped", "Access lines dropped as the sink was slow.", self._access_log_dropped()
         )

@@ -8,18 +8,17 @@ import msgspec
 from backends.base import NO_CHANGES
 from backends.cancel_policy import LegKind, abort_capability, cancel_policy
 from backends.leg import Leg
-from backends.types import EngineFacts, EngineIds, EngineKind
+from backends.types import EngineFacts, EngineIds
+from gateway.eligibility import eligible
 from gateway.envelope import Envelope
-from gateway.errors import NATIVE_ON_VLLM, GatewayError
 from gateway.expand import choice_changes, choice_ids, expands
 from gateway.fold import Fold, fold_changes, new_fold, stays_unary
 from gateway.ids import IdMap, id_map
 from gateway.routes import FOLDED_PATHS, Dialect, Route
 from gateway.services import Services
-from routers.errors import NoReadyWorker
-from routers.fleet import Fleet, Member
+from routers.fleet import Member
 from routers.load import RankLoad
-from routers.types import Candidate, RouteRequest
+from routers.types import RouteRequest
 
 
 class Placed(msgspec.Struct, frozen=True):
@@ -82,7 +81,7 @@ def place(services: Services, route: Route, envelope: Envelope, model: str, fail
         RoutingError: Nothing can take it.
         GatewayError: Nothing that is there ever could.
     """
-    candidates = eligible(services, route, envelope, model, failed)
+    candidates = eligible(services.fleet, services.clock, route, envelope, model, failed)
     choice = services.policy.select(RouteRequest(envelope.prompt_tokens, envelope.stickiness_key), candidates)
     key = choice.candidate.key
     member = services.fleet.get(key.worker_id)
@@ -262,48 +261,6 @@ class _Sender:
             services.fleet.sent(member, services.clock())
         self.legs.append(leg)
         self.sent_ids += engine_ids.sent
-
-
-def eligible(
-    services: Services, route: Route, envelope: Envelope, model: str, failed: set[str]
-) -> tuple[Candidate, ...]:
-    """Ranks that this request may go to now.
-
-    Raises:
-        RoutingError: There are none.
-        GatewayError: There are, and none of their engines can ever serve the route.
-    """
-    fleet = services.fleet
-    candidates = fleet.candidates(model)
-    if route.path == "/generate" and fleet.has_vllm:
-        candidates = _speaking_native(fleet, candidates, model, envelope.worker_id)
-    if envelope.dp_rank is not None or envelope.worker_id is not None:
-        candidates = fleet.pinned(candidates, model, envelope.dp_rank, envelope.worker_id)
-    if failed:
-        candidates = tuple(c for c in candidates if c.key.worker_id not in failed)
-        if not candidates:
-            raise NoReadyWorker("no other worker is ready")
-    if fleet.tripped:
-        candidates = fleet.not_tripped(candidates, services.clock())
-    return candidates
-
-
-def _speaking_native(
-    fleet: Fleet, candidates: tuple[Candidate, ...], model: str, worker_id: str | None
-) -> tuple[Candidate, ...]:
-    """Those of ``candidates`` that serve SGLang's own route.
-
-    Raises:
-        NoReadyWorker: There are none now.
-        GatewayError: No worker of the model, or not the one that is asked for, ever will.
-    """
-    native = tuple(c for c in candidates if fleet.engine_of(c.key.worker_id) is not EngineKind.VLLM)
-    asked = [m for m in fleet if model in m.names and worker_id in (None, m.worker.id)]
-    if asked and all(fleet.engine_of(m.worker.id) is EngineKind.VLLM for m in asked):
-        raise GatewayError(NATIVE_ON_VLLM)
-    if not native:
-        raise NoReadyWorker(f"no SGLang worker for the model {model!r} is ready")
-    return native
 
 
 def _can_fold(route: Route, envelope: Envelope, facts: EngineFacts) -> bool:

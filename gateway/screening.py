@@ -121,7 +121,7 @@ def refuse_internal(body: JsonBody) -> None:
 
 
 def refuse_engine_state(body: JsonBody, engines: Collection[EngineKind | None]) -> None:
-    """Refuse what refers to state inside one engine; used while several engines serve the model.
+    """Refuse what refers to state inside one engine, while several engines serve the model.
 
     Args:
         body: The request.
@@ -130,7 +130,7 @@ def refuse_engine_state(body: JsonBody, engines: Collection[EngineKind | None]) 
     Raises:
         InvalidRequest: Names the field.
     """
-    if body.fields.keys().isdisjoint(_STATE_FIELDS):
+    if len(engines) < 2 or body.fields.keys().isdisjoint(_STATE_FIELDS):
         return
     is_only_vllm = all(kind is EngineKind.VLLM for kind in engines)
     for name in ("session_params", "session_id", "previous_response_id"):

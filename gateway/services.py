@@ -12,6 +12,7 @@ from gateway.deadlines import NO_LIMITS, TimeLimits
 from gateway.kv_view import KvView
 from gateway.live import LiveLegs, LiveRequests
 from gateway.metrics import Metrics
+from gateway.waiting_room import WaitingRoom
 from routers.base import Router
 from routers.fleet import Fleet
 
@@ -52,6 +53,7 @@ class Services:
         client: Carries the data plane's calls.
         backends: One for each engine kind.
         aborter: Owns what outlives a request.
+        waiting: Places requests, at once or in their turn.
         live: The requests being served.
         legs: Their upstream requests, and those whose client is gone.
         kv: What is known of the engines' caches.
@@ -70,6 +72,7 @@ class Services:
     client: UpstreamClient
     backends: dict[EngineKind, Backend]
     aborter: AbortSupervisor
+    waiting: WaitingRoom
     live: LiveRequests
     legs: LiveLegs
     kv: KvView

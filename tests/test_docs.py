@@ -181,7 +181,7 @@ def test_every_outcome_is_documented() -> None:
 
 def test_every_field_of_the_access_log_is_documented() -> None:
     record = AccessRecord(
-        0.0, "POST", "/x", "/x", 200, "complete", "a", ("b",), "c", 0, 1, True, "m", 1, 1, 1, 1, 1, 1, 1, 1, "e"
+        0.0, "POST", "/x", "/x", 200, "complete", "a", ("b",), "c", 0, 1, True, "m", 1, 1, 1, 1, 1, 1, 1, 1, 1, "e"
     )
     written = re.findall(r"(\w+)=", format_text(record).decode())
     assert len(written) == len(AccessRecord.__struct_fields__)

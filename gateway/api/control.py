@@ -42,7 +42,7 @@ def control_router(services: Services, keys: Keys) -> APIRouter:
             found = [live.abort(item) for live, item in services.live.find(public_id)]
             told = [worker for worker in found if worker is not None]
             (aborted if told else missing).append(public_id)
-            statuses.update(dict.fromkeys(told, "told"))
+            statuses.update(dict.fromkeys(filter(None, told), "told"))
         if body.abort_all:
             statuses |= await services.aborter.abort_all(_engines(services))
         reports = [{"id": worker, "status": status} for worker, status in statuses.items()]

@@ -1,5 +1,6 @@
 """The fleet and the gateway's inner counters, for administrators."""
 
+import math
 from collections.abc import Callable
 
 from fastapi import APIRouter, Depends, Response
@@ -39,6 +40,7 @@ def describe_member(services: Services, member: Member) -> dict[str, object]:
         "context_tokens": facts.context_tokens if facts else None,
         "incremental_output": facts.incremental_output if facts else None,
         "max_running_requests": facts.max_running_requests if facts else None,
+        "max_in_flight": _max_in_flight(member),
         "weight_version": facts.weight_version if facts else None,
         "cancellation": _cancellation(facts) if facts else None,
         "ranks": [
@@ -82,6 +84,12 @@ def _kv(services: Services, member: Member) -> dict[str, object]:
     }
 
 
+def _max_in_flight(member: Member) -> int | None:
+    """Requests that all its ranks together get at once."""
+    limit = member.max_in_flight_per_rank * member.dp_size
+    return int(limit) if math.isfinite(limit) else None
+
+
 def _cancellation(facts: EngineFacts) -> dict[str, object]:
     """What the engine's release does with aborts and disconnects."""
     found = abort_capability(facts.engine, facts.version)
@@ -111,7 +119,7 @@ def inner_state(services: Services, drain_tasks: int) -> dict[str, int]:
         "abort_tasks": len(services.aborter),
         "prefill_background_tasks": 0,
         "drain_tasks": drain_tasks,
-        "queued_requests": 0,
+        "queued_requests": len(services.waiting),
         "upstream_connections_active": services.client.active_connections,
         "open_tasks": services.client.connecting,
     }

@@ -38,6 +38,7 @@ RECORD = AccessRecord(
     bytes_out=2000,
     duration_s=1.23456789,
     first_byte_s=0.1,
+    queue_s=0.5,
     error="it broke",
 )
 BARE = AccessRecord(time=1_700_000_000.0, method="GET", route="/x", path="/x", status=404, outcome="rejected")
@@ -64,7 +65,7 @@ def test_a_text_line_says_everything() -> None:
         b"time=2023-11-14T22:13:20.123Z method=POST route=/generate path=/generate status=200 outcome=complete "
         b"request_id=req-1 engine_ids=e1,e2 worker=127.0.0.1:30000 dp_rank=1 attempts=2 stream=true model=org/m "
         b"prompt_tokens=10 completion_tokens=20 cached_tokens=0 tokens_seen_estimate=19 bytes_in=100 bytes_out=2000 "
-        b'duration_s=1.234568 first_byte_s=0.100000 error="it broke"\n'
+        b'duration_s=1.234568 first_byte_s=0.100000 queue_s=0.500000 error="it broke"\n'
     )
 
 
