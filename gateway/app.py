@@ -23,6 +23,7 @@ from backends.vllm.backend import VLLMBackend
 from backends.worker_spec import WorkerSpec
 from gateway.access_log import AccessLog
 from gateway.api.control import control_router
+from gateway.api.explain import explain_router
 from gateway.api.fleet import fleet_router
 from gateway.api.health import health_router
 from gateway.api.models import models_router
@@ -38,9 +39,12 @@ from gateway.kv_view import KvView
 from gateway.lifespan import WatchTimes
 from gateway.live import LiveLegs, LiveRequests
 from gateway.metrics import Metrics
+from gateway.prefixes import Prefixes
 from gateway.services import Limits, Services
 from gateway.settings import Settings, SettingsError, read_config_workers, read_key_file, resolve_worker_keys
 from gateway.tasks import OwnedTasks
+from gateway.tokens.option import parse_tokenizer_options
+from gateway.tokens.service import PromptTokenizers
 from gateway.waiting_room import WaitingRoom
 from routers.admission import AdmissionQueue
 from routers.fleet import Fleet, Member, WorkerState
@@ -131,6 +135,7 @@ class Gateway:
             metrics,
             times=LegTimes(delay_s=settings.abort_delay_s),
         )
+        policy = make_policy(settings.policy, settings.seed)
         return Services(
             limits=Limits(
                 max_body_bytes=settings.max_body_bytes,
@@ -147,7 +152,7 @@ class Gateway:
                 ),
             ),
             fleet=fleet,
-            policy=make_policy(settings.policy, settings.seed),
+            policy=policy,
             client=self._client,
             backends={
                 EngineKind.SGLANG: SGLangBackend(self._control),
@@ -158,6 +163,16 @@ class Gateway:
             live=live,
             legs=LiveLegs(),
             kv=self.kv,
+            kv_metrics=self.kv_metrics,
+            prefixes=Prefixes(
+                policy.name,
+                self.kv,
+                fleet,
+                _tokenizers(settings),
+                self._control,
+                time.monotonic,
+                self.kv_metrics.mismatch,
+            ),
             metrics=metrics,
             log_access=self._access_log.write,
             clock=time.monotonic,
@@ -179,6 +194,8 @@ class Gateway:
         self.services.metrics.worker_ready(member.worker.id, member.state is WorkerState.READY)
         if self.services.fleet.get(member.worker.id) is None:
             self.kv.forget(member.worker.id)
+            self.services.prefixes.parity.forget(member.worker.id)
+            self.services.prefixes.forget(member.worker.id)
         else:
             self.kv.changed(member)
         if member.is_paused:
@@ -193,6 +210,7 @@ class Gateway:
         app.include_router(health_router(self.services))
         app.include_router(models_router(self.services, self.keys))
         app.include_router(control_router(self.services, self.keys))
+        app.include_router(explain_router(self.services, self.keys))
         app.include_router(workers_router(self.services, self.keys, self.drain_tasks))
         app.include_router(
             fleet_router(self.services, self.keys, self.workers, self._control, self.settings.drain_timeout_s)
@@ -272,10 +290,18 @@ class Gateway:
         await self.workers.aclose()
         await self._drains.aclose()
         await self.services.aborter.aclose()
+        self.services.prefixes.close()
         self.kv.close()
         await self._client.aclose()
         await self._control.aclose()
         await self._access_log.close()
+
+
+def _tokenizers(settings: Settings) -> PromptTokenizers:
+    try:
+        return PromptTokenizers.load(parse_tokenizer_options(settings.tokenizer))
+    except ValueError as exc:
+        raise SettingsError(str(exc)) from exc
 
 
 def _waiting_room(settings: Settings, fleet: Fleet, metrics: Metrics) -> WaitingRoom:

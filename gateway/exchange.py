@@ -7,24 +7,19 @@ import asyncio
 import logging
 
 from backends.errors import (
-    AnswerTooLarge,
     CallEnded,
-    ConnectFailed,
-    ConnectionDropped,
-    RequestUnsendable,
     UpstreamError,
 )
 from backends.leg_events import Cause
 from gateway.access_log import AccessRecord
 from gateway.answer import Usage, Verdict
-from gateway.attempts import Attempts, Failure
 from gateway.deadlines import Deadlines
+from gateway.dispatch import Dispatch, end
 from gateway.downstream import ClientRequest, Downstream
 from gateway.envelope import Envelope, header_value, parse_envelope
 from gateway.errors import (
     ABORTED,
     CLIENT_GONE,
-    ENGINE_DIED,
     INTERNAL,
     SHUTTING_DOWN,
     WORKER_REMOVED,
@@ -35,12 +30,11 @@ from gateway.errors import (
     report_of,
 )
 from gateway.outcome import Outcome
-from gateway.placement import Placed, place
+from gateway.placement import Placed
 from gateway.relay import AnswerRelay
 from gateway.routes import Route
 from gateway.screening import refuse_engine_state
 from gateway.services import Services
-from gateway.waiting_room import Wanted
 from routers.errors import RoutingError
 
 logger = logging.getLogger("forebay.exchange")
@@ -54,9 +48,6 @@ _STOPPED = {
 # A client that is to be told that its request was stopped, and does not read that, has its connection ended.
 TELL_CLIENT_S = 1.0
 _NO_USAGE = Usage()
-_WORKERS_FAULT = frozenset({Outcome.ENGINE_ERROR, Outcome.TRUNCATED})
-# What a request brings upon itself on any worker.
-_REQUESTS_FAULT = (AnswerTooLarge, RequestUnsendable)
 
 
 class Exchange:
@@ -70,10 +61,10 @@ class Exchange:
     """
 
     __slots__ = (
-        "_attempts",
         "_bytes_in",
         "_cause",
         "_deadlines",
+        "_dispatch",
         "_downstream",
         "_engine_ids",
         "_envelope",
@@ -106,7 +97,7 @@ class Exchange:
         self._placed: Placed | None = None
         self._engine_ids: list[str] = []
         self._sample_ids: tuple[str, ...] = ()
-        self._attempts = Attempts(services.limits.max_attempts)
+        self._dispatch: Dispatch | None = None
         self._bytes_in = 0
         self._cause: Cause | None = None
         self._stop_report: ErrorReport | None = None
@@ -239,83 +230,38 @@ class Exchange:
             raise InvalidRequest("x-forebay-worker needs the admin API key", param="x-forebay-worker", status=403)
         self._model = services.fleet.model_of(envelope.model)
         refuse_engine_state(envelope.body, services.fleet.engines_serving(self._model))
+        self._dispatch = dispatch = Dispatch(
+            services, self._request, self._route, envelope, self._model, self._is_stopped
+        )
+        if services.prefixes.are_wanted:
+            await dispatch.read_prompt()
         while True:
             if not services.waiting.place_now(self._place):
-                await services.waiting.wait(self, self._wanted(envelope), self._place)
+                await services.waiting.wait(self, dispatch.wanted, self._place)
             placed = self._placed
             assert placed is not None
-            self._attempts.begin()
             self._engine_ids += placed.sent_ids
             if placed.sample_ids and not self._sample_ids:
                 self._sample_ids = placed.sample_ids
                 services.live.name_items(self, self._sample_ids)
-            self._relay.identify(envelope, placed, self._attempts.count)
+            self._relay.identify(envelope, placed, dispatch.attempts.count)
             try:
                 verdict = await self._relay.forward(placed)
             except (UpstreamError, GatewayError) as exc:
-                if not await self._try_another(envelope, placed, exc):
+                has_begun = bool(self._relay.status)
+                if not await dispatch.failed(placed, exc, self._public_id, has_begun=has_begun):
                     raise
             else:
-                services.metrics.attempt(placed.worker_id, verdict.outcome)
-                self._judge(placed, failed=verdict.outcome in _WORKERS_FAULT)
-                self._end(placed)
+                dispatch.answered(placed, verdict)
                 return verdict
 
     def _place(self) -> None:
         """Choose a rank and send; called as the request comes, or when it is its turn."""
-        services, envelope = self._services, self._envelope
-        assert envelope is not None
-        started = services.clock()
-        self._placed = place(services, self._route, envelope, self._model, self._attempts.failed)
-        services.metrics.route_seconds(services.clock() - started)
+        assert self._dispatch is not None
+        self._placed = self._dispatch.place()
 
-    def _wanted(self, envelope: Envelope) -> Wanted:
-        return Wanted(self._request, self._route, envelope, self._model, self._attempts)
-
-    async def _try_another(self, envelope: Envelope, placed: Placed, error: Exception) -> bool:
-        """After a failed attempt: settle it, and say whether the request goes to another worker."""
-        worker = placed.member.worker
-        report = report_of(error)
-        self._services.metrics.attempt(worker.id, str(report.outcome))
-        logger.info("request %s on %s: %s", self._public_id, worker.id, error)
-        is_busy = report.type == "overloaded" or isinstance(error, _REQUESTS_FAULT)
-        is_stale = isinstance(error, ConnectionDropped) and error.was_reused
-        self._judge(placed, failed=report.status >= 500 and not is_busy and not is_stale)
-        self._end(placed)
-        failure = await self._failure(placed, error, report)
-        if failure in (Failure.UNREACHABLE, Failure.DIED):
-            placed.member.lost_contact(str(error))
-        may_retry = self._attempts.may_retry(worker.id, failure)
-        if self._attempts.deaths > 1:
-            raise GatewayError(ENGINE_DIED) from error
-        is_open = self._cause is None and not self._relay.status and not self._services.is_draining
-        return may_retry and is_open and self._services.waiting.is_hopeful(self._wanted(envelope))
-
-    async def _failure(self, placed: Placed, error: Exception, report: ErrorReport) -> Failure:
-        if isinstance(error, ConnectFailed):
-            return Failure.UNREACHABLE
-        if isinstance(error, ConnectionDropped) and self._cause is None:
-            # Whether the worker is still there decides if another one may be risked for this request.
-            if not await self._services.is_alive(placed.member.worker):
-                return Failure.DIED
-            return Failure.STALE if error.was_reused else Failure.DROPPED
-        if isinstance(error, EngineRefused) and report.status == 503:
-            return Failure.BUSY
-        return Failure.FINAL
-
-    def _judge(self, placed: Placed, *, failed: bool) -> None:
-        """Tell the worker's breaker; what a client did wrong, or its leaving, is not the worker's fault."""
-        if self._cause is not None:
-            placed.member.breaker.released()
-        elif failed:
-            self._services.fleet.failed(placed.member, self._services.clock())
-        else:
-            self._services.fleet.succeeded(placed.member)
-
-    def _end(self, placed: Placed) -> None:
-        for leg in placed.legs:
-            if not leg.is_detached:
-                leg.end()
+    def _is_stopped(self) -> bool:
+        return self._cause is not None
 
     def _settle(self, verdict: Verdict) -> None:
         self._usage = verdict.usage
@@ -348,7 +294,7 @@ class Exchange:
         if self._deadlines is not None:
             self._deadlines.cancel()
         if self._placed is not None:
-            self._end(self._placed)
+            end(self._placed)
         report = self._stop_report or (_STOPPED.get(self._cause) if self._cause is not None else None)
         if self._outcome is None and report is not None:
             self._report = report
@@ -383,7 +329,7 @@ class Exchange:
                 engine_ids=tuple(self._engine_ids),
                 worker=placed.worker_id if placed else None,
                 dp_rank=placed.dp_rank if placed else None,
-                attempts=self._attempts.count,
+                attempts=self._dispatch.attempts.count if self._dispatch else 0,
                 stream=envelope.is_stream if envelope else False,
                 model=self._model or None,
                 prompt_tokens=self._usage.prompt_tokens,
@@ -394,7 +340,7 @@ class Exchange:
                 bytes_out=relay.bytes_out,
                 duration_s=now - self._started_at,
                 first_byte_s=first_byte_s,
-                queue_s=self._attempts.queue_s,
+                queue_s=self._dispatch.attempts.queue_s if self._dispatch else None,
                 error=self._report.message if self._report else None,
             )
         )

@@ -178,6 +178,12 @@ class KvView:
         return followed is not None and followed.states.get(key.dp_rank) in TRUSTED
 
     @property
+    def is_trusted_everywhere(self) -> bool:
+        """What the index has is right for every source."""
+        states = [state for followed in self._followed.values() for state in followed.states.values()]
+        return all(state in TRUSTED for state in states)
+
+    @property
     def follows_any(self) -> bool:
         """Some source is followed."""
         return any(followed.subscribers for followed in self._followed.values())

@@ -14,11 +14,13 @@ from gateway.envelope import Envelope
 from gateway.expand import choice_changes, choice_ids, expands
 from gateway.fold import Fold, fold_changes, new_fold, stays_unary
 from gateway.ids import IdMap, id_map
+from gateway.prefixes import Sent
+from gateway.prompts import Prompt
 from gateway.routes import FOLDED_PATHS, Dialect, Route
 from gateway.services import Services
 from routers.fleet import Member
-from routers.load import RankLoad
-from routers.types import RouteRequest
+from routers.load import RankBooking
+from routers.types import Placement, RouteRequest
 
 
 class Placed(msgspec.Struct, frozen=True):
@@ -36,6 +38,8 @@ class Placed(msgspec.Struct, frozen=True):
         new_fold: Makes what turns a stream into the unary answer, given its bound; ``None`` where that cannot be.
         sent_ids: Ids given to the engine.
         batch_size: Items of the batch, ``None`` for a single request.
+        choice: What the policy chose.
+        sent: What is assumed of the rank since this was sent.
         sample_ids: Public ids of the legs, where each is a sample of one prompt; else empty.
     """
 
@@ -49,6 +53,8 @@ class Placed(msgspec.Struct, frozen=True):
     new_fold: Callable[[int], Fold] | None
     sent_ids: tuple[str, ...]
     batch_size: int | None
+    choice: Placement
+    sent: Sent | None
     sample_ids: tuple[str, ...]
 
     @property
@@ -67,7 +73,9 @@ class Placed(msgspec.Struct, frozen=True):
         return self.member.worker.id
 
 
-def place(services: Services, route: Route, envelope: Envelope, model: str, failed: set[str]) -> Placed:
+def place(
+    services: Services, route: Route, envelope: Envelope, model: str, failed: set[str], prompt: Prompt | None = None
+) -> Placed:
     """Choose, book and send.
 
     Args:
@@ -76,13 +84,18 @@ def place(services: Services, route: Route, envelope: Envelope, model: str, fail
         envelope: The request.
         model: Pool to choose from.
         failed: Workers that this request must not be sent to again.
+        prompt: Its prompt, if the policy looks at prompts and it is known.
 
     Raises:
         RoutingError: Nothing can take it.
         GatewayError: Nothing that is there ever could.
     """
     candidates = eligible(services.fleet, services.clock, route, envelope, model, failed)
-    choice = services.policy.select(RouteRequest(envelope.prompt_tokens, envelope.stickiness_key), candidates)
+    if prompt is None:
+        request = RouteRequest(envelope.prompt_tokens, envelope.stickiness_key)
+    else:
+        request = services.prefixes.request(prompt, envelope.stickiness_key, candidates)
+    choice = services.policy.select(request, candidates)
     key = choice.candidate.key
     member = services.fleet.get(key.worker_id)
     assert member is not None
@@ -95,7 +108,7 @@ def place(services: Services, route: Route, envelope: Envelope, model: str, fail
         envelope,
         member,
         facts,
-        choice.candidate.load,
+        choice,
         key.dp_rank if facts.dp_size > 1 else None,
         is_stream=envelope.is_stream or folds,
     )
@@ -114,6 +127,8 @@ def place(services: Services, route: Route, envelope: Envelope, model: str, fail
         new_fold=functools.partial(_fold, route, envelope, facts) if route.path in FOLDED_PATHS else None,
         sent_ids=tuple(sender.sent_ids),
         batch_size=envelope.batch_size,
+        choice=choice,
+        sent=services.prefixes.sent(prompt, choice) if prompt is not None else None,
         sample_ids=_sample_ids(sender.legs, envelope),
     )
 
@@ -134,10 +149,12 @@ class _Sender:
     """
 
     __slots__ = (
+        "_blocks",
         "_envelope",
         "_facts",
         "_load",
         "_member",
+        "_overlap_blocks",
         "_route",
         "_services",
         "dp_rank",
@@ -154,7 +171,7 @@ class _Sender:
         envelope: Envelope,
         member: Member,
         facts: EngineFacts,
-        load: RankLoad,
+        choice: Placement,
         dp_rank: int | None,
         *,
         is_stream: bool,
@@ -164,7 +181,9 @@ class _Sender:
         self._envelope = envelope
         self._member = member
         self._facts = facts
-        self._load = load
+        self._load = choice.candidate.load
+        self._blocks = choice.prompt
+        self._overlap_blocks = choice.overlap_blocks or 0
         self.dp_rank = dp_rank
         self.is_stream = is_stream
         self.legs: list[Leg] = []
@@ -215,12 +234,26 @@ class _Sender:
             self._route.path, self._services.new_id(), batch_size=self._envelope.batch_size, samples=samples
         )
 
+    def _book(self, requests: int, prompt_tokens: int) -> RankBooking:
+        """Book a leg, by its prompt's blocks where they are known; legs after the first share its prompt."""
+        blocks = self._blocks
+        if blocks is None:
+            page_size = self._facts.page_size
+            return self._load.book(
+                requests=requests, blocks=-(-prompt_tokens // page_size), prefill_tokens=prompt_tokens
+            )
+        is_first = not self.legs
+        return self._load.book(
+            requests=requests,
+            blocks=blocks.capacity_blocks if is_first else 0,
+            prefill_tokens=blocks.uncached_tokens(self._overlap_blocks) if is_first else 0,
+            block_hashes=blocks.sequence_hashes,
+        )
+
     def _send(self, engine_ids: EngineIds, changes: Mapping[str, bytes], *, requests: int, prompt_tokens: int) -> None:
         services, member, facts = self._services, self._member, self._facts
         backend = services.backends[facts.engine]
-        booking = self._load.book(
-            requests=requests, blocks=-(-prompt_tokens // facts.page_size), prefill_tokens=prompt_tokens
-        )
+        booking = self._book(requests, prompt_tokens)
         try:
             request = backend.generation_request(
                 member.worker,

@@ -9,9 +9,11 @@ from backends.types import EngineKind, Worker
 from backends.upstream.base import UpstreamClient
 from gateway.access_log import AccessRecord
 from gateway.deadlines import NO_LIMITS, TimeLimits
+from gateway.kv_metrics import KvMetrics
 from gateway.kv_view import KvView
 from gateway.live import LiveLegs, LiveRequests
 from gateway.metrics import Metrics
+from gateway.prefixes import Prefixes
 from gateway.waiting_room import WaitingRoom
 from routers.base import Router
 from routers.fleet import Fleet
@@ -57,6 +59,8 @@ class Services:
         live: The requests being served.
         legs: Their upstream requests, and those whose client is gone.
         kv: What is known of the engines' caches.
+        kv_metrics: Counters of that.
+        prefixes: What is known of prompts, and of who holds their beginnings.
         metrics: Counters.
         log_access: Takes one record for each request.
         clock: Monotonic seconds.
@@ -76,6 +80,8 @@ class Services:
     live: LiveRequests
     legs: LiveLegs
     kv: KvView
+    kv_metrics: KvMetrics
+    prefixes: Prefixes
     metrics: Metrics
     log_access: Callable[[AccessRecord], None]
     clock: Callable[[], float]

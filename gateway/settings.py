@@ -19,6 +19,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from backends.worker_spec import WorkerSpec, WorkerSpecError, parse_worker_spec, worker_id, worker_spec_from_mapping
 from gateway.options import LineParser, Option, SettingsError, declare, expected, nearest, options_of, parser_of
+from gateway.tokens.option import parse_tokenizer_options
 
 __all__ = [
     "NOT_YET",
@@ -42,9 +43,6 @@ DAY_S: Final = 86_400
 # the default, ``option=value`` for one value. A feature is switched on by deleting its line.
 NOT_YET: Final[dict[str, str]] = {
     "processes": "one process serves all connections; run more gateways side by side",
-    "policy=kv-aware": "use least-loaded",
-    "policy=prefix-approximate": "use least-loaded",
-    "tokenizer": "leave it out",
     "kv_listen": "leave it out",
     "kv_key_file": "leave it out",
     "kv_authorized_keys": "leave it out",
@@ -71,10 +69,7 @@ def _networks(values: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _tokenizers(values: tuple[str, ...]) -> tuple[str, ...]:
-    for value in values:
-        model, _, directory = value.partition("=")
-        if not model or not directory:
-            raise ValueError(f"{value!r} is not MODEL=DIR")
+    parse_tokenizer_options(values)
     return values
 
 

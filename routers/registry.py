@@ -21,7 +21,8 @@ POLICIES: dict[str, Callable[[random.Random], Router]] = {
 }
 # Those that look at ``RouteRequest.prompts``: for others nobody needs to hash prompts.
 BLOCK_POLICIES = frozenset({KvAware.name, PrefixApproximate.name})
-DEFAULT_POLICY = LeastLoaded.name
+# Chooses as least-loaded does wherever nothing is known of caches.
+DEFAULT_POLICY = KvAware.name
 
 
 def make_policy(name: str | None, seed: int | None) -> Router:

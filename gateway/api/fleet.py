@@ -58,6 +58,23 @@ def _spec(new: NewWorker) -> WorkerSpec:
         raise InvalidRequest(str(exc), param="url") from exc
 
 
+# Routes of engines after which their caches are empty, or hold what nobody can use any more.
+EMPTIES_CACHE = frozenset(
+    {
+        "flush_cache",
+        "reset_prefix_cache",
+        "update_weights_from_disk",
+        "update_weights_from_tensor",
+        "update_weights_from_distributed",
+        "update_weights_from_ipc",
+        "load_lora_adapter",
+        "unload_lora_adapter",
+        "release_memory_occupation",
+        "sleep",
+    }
+)
+
+
 def _api_key(new: NewWorker) -> str | None:
     """The credential; clients that have none may say so with the word.
 
@@ -131,7 +148,12 @@ def fleet_router(
 
     @router.api_route("/workers/{worker}/call/{path:path}", methods=["GET", "POST", "PUT", "DELETE"])
     async def call(worker: str, request: Request) -> Response:
-        return await _call(control, member_of(worker), request)
+        member = member_of(worker)
+        answer = await _call(control, member, request)
+        if answer.status_code < 300 and request.url.path.rpartition("/")[2] in EMPTIES_CACHE:
+            services.kv.clear(member.worker.id)
+            services.prefixes.forget(member.worker.id)
+        return answer
 
     add_fan_out_routes(router)
     return router

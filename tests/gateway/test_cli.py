@@ -1,6 +1,7 @@
 """The command line: dispatch, exit codes, and one line in place of a traceback for users' errors."""
 
 import http.server
+import io
 import json
 import re
 import runpy
@@ -48,9 +49,11 @@ def test_serve_help_shows_environment_names(capsys: pytest.CaptureFixture[str]) 
         pytest.param(["xyzzy"], "see forebay --help", id="unknown command far off"),
         pytest.param(["--vers"], "--vers: unknown option; did you mean --version?", id="unknown option"),
         pytest.param(["relay"], "relay is not available in this release", id="relay"),
-        pytest.param(["explain", "--url", "x"], "explain is not available in this release", id="explain"),
+        pytest.param(["explain"], "required: FILE; see forebay explain --help", id="nothing to explain"),
+        pytest.param(["explain", "--url", "x", "-"], "--url: 'x' is not", id="address of explain without a scheme"),
+        pytest.param(["explain", "/nonexistent/r"], "/nonexistent/r: No such file", id="no request file"),
+        pytest.param(["explain", "--pth", "x", "-"], "did you mean --path?", id="near one of explain"),
         pytest.param(["serve", "--prot", "1"], "did you mean --port?", id="unknown option of serve"),
-        pytest.param(["serve", "--policy", "kv-aware"], "not available in this release", id="value for later"),
         pytest.param(["workers", "--url", "h:1"], "--url", id="address without a scheme"),
         pytest.param(["workers", "--url", "http://[::1"], "--url", id="broken address"),
         pytest.param(["workers", "--admin-api-key-file", "/nonexistent/k"], "/nonexistent/k", id="no key file"),
@@ -80,7 +83,7 @@ def test_bad_arguments_exit_with_2(
     assert captured.out == ""
 
 
-@pytest.mark.parametrize("command", ["serve", "demo", "workers"])
+@pytest.mark.parametrize("command", ["serve", "demo", "workers", "explain"])
 def test_every_option_has_its_default_on_the_help_page(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
     page = capsys.readouterr().out.partition("options:")[2]
@@ -149,12 +152,13 @@ def test_the_package_runs_as_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Gateway(http.server.ThreadingHTTPServer):
-    """Answers every GET in one way and keeps what it was asked."""
+    """Answers every request in one way and keeps what it was asked."""
 
     answer = (200, b"{}")
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str | None]] = []
+        self.posted: list[bytes] = []
         super().__init__(("127.0.0.1", 0), Handler)
 
     @property
@@ -172,6 +176,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("content-length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+
+    def do_POST(self) -> None:
+        self.server.posted.append(self.rfile.read(int(self.headers["content-length"])))
+        self.do_GET()
 
     def log_message(self, format: str, *args: object) -> None:
         """Stay silent."""
@@ -255,3 +263,80 @@ def test_workers_without_a_gateway(capsys: pytest.CaptureFixture[str]) -> None:
         url = f"http://127.0.0.1:{bound_only.getsockname()[1]}"
         assert main(["workers", "--url", url]) == 1
     assert f"no answer from {url}" in capsys.readouterr().err
+
+
+EXPLANATION = {
+    "chosen": {"worker_id": "h:1", "dp_rank": 1},
+    "candidates": [
+        {"worker_id": "h:1", "dp_rank": 0, "overlap_blocks": 0, "prompt_blocks": 10, "active_blocks": 3,
+         "active_prefill_tokens": 160, "in_flight": 1, "cost": 33.0, "excluded": None},
+        {"worker_id": "h:1", "dp_rank": 1, "overlap_blocks": 8, "prompt_blocks": 10, "active_blocks": 0,
+         "active_prefill_tokens": 0, "in_flight": 0, "cost": 12.0625, "excluded": None},
+        {"worker_id": "host-2:30000", "dp_rank": None, "in_flight": 0, "cost": None, "excluded": "paused\x1b[2J"},
+    ],
+    "policy": "kv-aware", "blocks_hashed": 10, "reason": "the lowest cost",
+}  # fmt: skip
+
+
+@pytest.fixture
+def request_file(tmp_path: Path) -> str:
+    path = tmp_path / "request.json"
+    path.write_bytes(b'{"input_ids": [1, 2]}')
+    return str(path)
+
+
+def test_an_explanation_is_printed_as_a_table(
+    gateway: Gateway, capsys: pytest.CaptureFixture[str], request_file: str
+) -> None:
+    gateway.answer = (200, json.dumps(EXPLANATION).encode())
+    assert main(["explain", "--url", gateway.url, request_file]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "   WORKER        RANK  OVERLAP  IN FLIGHT  ACTIVE BLOCKS  PREFILL TOKENS  COST   EXCLUDED",
+        "   h:1           0     0/10     1          3              160             33.00  -",
+        "*  h:1           1     8/10     0          0              0               12.06  -",
+        "   host-2:30000  -     -        0          -              -               -      paused?[2J",
+        "to h:1 rank 1: the lowest cost (policy kv-aware, 10 block(s) hashed)",
+    ]
+    assert gateway.asked == [("/route/explain", None)]
+    assert gateway.posted == [b'{"input_ids": [1, 2]}']
+
+
+def test_an_explanation_is_printed_as_json_and_the_request_read_from_standard_input(
+    gateway: Gateway, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway.answer = (200, json.dumps(EXPLANATION).encode())
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"prompt": [1]}')))
+    assert main(["explain", "--url", gateway.url, "--json", "--path", "/v1/completions", "-"]) == 0
+    assert json.loads(capsys.readouterr().out) == EXPLANATION
+    assert gateway.asked == [("/route/explain?path=%2Fv1%2Fcompletions", None)]
+    assert gateway.posted == [b'{"prompt": [1]}']
+
+
+def test_a_request_that_goes_nowhere_is_explained_too(
+    gateway: Gateway, capsys: pytest.CaptureFixture[str], request_file: str
+) -> None:
+    nothing = {"chosen": None, "candidates": [], "policy": "kv-aware", "blocks_hashed": 0, "reason": "no such model"}
+    gateway.answer = (200, json.dumps(nothing).encode())
+    assert main(["explain", "--url", gateway.url, request_file]) == 0
+    assert "to no worker: no such model" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "says"),
+    [
+        pytest.param(401, b"", "--admin-api-key-file", id="no key"),
+        pytest.param(404, b"{}", "is this a gateway", id="other server"),
+        pytest.param(400, b'{"error": {"message": "no JSON"}}', "refused the request: no JSON", id="refused"),
+        pytest.param(413, b"<html>", "is this a gateway?", id="refused by something else"),
+        pytest.param(200, b"<html>", "is this a gateway?", id="not JSON"),
+        pytest.param(200, b"{}", "is this a gateway?", id="other JSON"),
+        pytest.param(200, b'{"chosen": 1, "candidates": {}}', "is this a gateway?", id="no explanation"),
+    ],
+)
+def test_explain_says_what_went_wrong(
+    gateway: Gateway, status: int, body: bytes, says: str, capsys: pytest.CaptureFixture[str], request_file: str
+) -> None:
+    gateway.answer = (status, body)
+    assert main(["explain", "--url", gateway.url, request_file]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line

@@ -3,7 +3,7 @@
 import pytest
 
 from backends.types import EngineKind
-from routers.least_loaded import LeastLoaded
+from routers.kv_aware import KvAware
 from routers.load import RankLoad
 from routers.registry import BLOCK_POLICIES, DEFAULT_POLICY, POLICIES, make_policy
 from routers.types import BlockGroup, Candidate, PromptBlocks, RankKey, RouteRequest
@@ -15,7 +15,7 @@ def test_policies_are_called_by_their_own_name(name: str) -> None:
 
 
 def test_the_default() -> None:
-    assert isinstance(make_policy(None, None), LeastLoaded)
+    assert isinstance(make_policy(None, None), KvAware)  # which falls back to least-loaded
     assert DEFAULT_POLICY in POLICIES
 
 

@@ -1,0 +1,166 @@
+"""Where one request goes, and where next when that fails."""
+
+import logging
+from collections.abc import Callable
+
+from backends.errors import AnswerTooLarge, CallClosed, ConnectFailed, ConnectionDropped, RequestUnsendable
+from gateway.answer import Verdict
+from gateway.attempts import Attempts, Failure
+from gateway.downstream import ClientRequest
+from gateway.envelope import Envelope
+from gateway.errors import ENGINE_DIED, EngineRefused, ErrorReport, GatewayError, report_of
+from gateway.outcome import Outcome
+from gateway.placement import Placed, place
+from gateway.prompts import Prompt
+from gateway.routes import Route
+from gateway.services import Services
+from gateway.waiting_room import Wanted
+from routers.errors import NoReadyWorker
+
+logger = logging.getLogger("forebay.exchange")
+
+_WORKERS_FAULT = frozenset({Outcome.ENGINE_ERROR, Outcome.TRUNCATED})
+# What a request brings upon itself on any worker.
+_REQUESTS_FAULT = (AnswerTooLarge, RequestUnsendable)
+
+
+class Dispatch:
+    """Places one request, again and again until a worker has answered it or no other is left.
+
+    Args:
+        services: What all exchanges share.
+        request: What came besides the body.
+        route: The route.
+        envelope: The request.
+        model: Pool that serves it.
+        is_stopped: Whether the request was stopped from this side meanwhile.
+
+    Attributes:
+        attempts: Those begun.
+    """
+
+    __slots__ = ("_envelope", "_is_stopped", "_model", "_prompt", "_request", "_route", "_services", "attempts")
+
+    def __init__(
+        self,
+        services: Services,
+        request: ClientRequest,
+        route: Route,
+        envelope: Envelope,
+        model: str,
+        is_stopped: Callable[[], bool],
+    ) -> None:
+        self._services = services
+        self._request = request
+        self._route = route
+        self._envelope = envelope
+        self._model = model
+        self._is_stopped = is_stopped
+        self._prompt: Prompt | None = None
+        self.attempts = Attempts(services.limits.max_attempts)
+
+    @property
+    def wanted(self) -> Wanted:
+        """What the request wants a rank for, where it has to wait for one."""
+        return Wanted(self._request, self._route, self._envelope, self._model, self.attempts)
+
+    async def read_prompt(self) -> None:
+        """Find out the prompt, for a policy that looks at it; one that cannot be told costs the overlap alone.
+
+        Raises:
+            CallClosed: The request was stopped meanwhile.
+        """
+        prefixes = self._services.prefixes
+        self._prompt = prefixes.known(self._route, self._envelope, self._model)
+        if self._prompt is None:
+            try:
+                candidates = self._services.fleet.candidates(self._model)
+            except NoReadyWorker:
+                return  # it may wait for a paused one, and is placed by load then
+            self._prompt = await prefixes.look_up(self._route, self._envelope, self._model, candidates)
+            if self._is_stopped():
+                raise CallClosed
+
+    def place(self) -> Placed:
+        """Begin an attempt: choose, book and send.
+
+        Raises:
+            RoutingError: Nothing can take the request.
+            GatewayError: Nothing that is there ever could.
+        """
+        services = self._services
+        started = services.clock()
+        placed = place(services, self._route, self._envelope, self._model, self.attempts.failed, self._prompt)
+        services.metrics.route_seconds(services.clock() - started)
+        if self._prompt is not None and placed.overlap_blocks is not None:
+            services.kv_metrics.overlap(placed.overlap_blocks)
+        self.attempts.begin()
+        return placed
+
+    def answered(self, placed: Placed, verdict: Verdict) -> None:
+        """An attempt has ended with an answer, whatever that says."""
+        services = self._services
+        services.metrics.attempt(placed.worker_id, verdict.outcome)
+        self._judge(placed, failed=verdict.outcome in _WORKERS_FAULT)
+        if self._prompt is not None and verdict.outcome is Outcome.COMPLETE:
+            services.prefixes.finished(self._prompt, placed.choice)
+        end(placed)
+
+    async def failed(self, placed: Placed, error: Exception, public_id: str, *, has_begun: bool) -> bool:
+        """An attempt has failed: settle it, and say whether the request goes to another worker.
+
+        Args:
+            placed: The attempt.
+            error: Why.
+            public_id: For the log.
+            has_begun: The client has got something, so that nothing can be tried again.
+
+        Raises:
+            GatewayError: Two workers died under it.
+        """
+        worker = placed.member.worker
+        report = report_of(error)
+        self._services.metrics.attempt(worker.id, str(report.outcome))
+        logger.info("request %s on %s: %s", public_id, worker.id, error)
+        is_busy = report.type == "overloaded" or isinstance(error, _REQUESTS_FAULT)
+        is_stale = isinstance(error, ConnectionDropped) and error.was_reused
+        self._judge(placed, failed=report.status >= 500 and not is_busy and not is_stale)
+        if not any(leg.has_output for leg in placed.legs):
+            self._services.prefixes.failed(placed.sent)
+        end(placed)
+        failure = await self._failure(placed, error, report)
+        if failure in (Failure.UNREACHABLE, Failure.DIED):
+            placed.member.lost_contact(str(error))
+        may_retry = self.attempts.may_retry(worker.id, failure)
+        if self.attempts.deaths > 1:
+            raise GatewayError(ENGINE_DIED) from error
+        is_open = not self._is_stopped() and not has_begun and not self._services.is_draining
+        return may_retry and is_open and self._services.waiting.is_hopeful(self.wanted)
+
+    async def _failure(self, placed: Placed, error: Exception, report: ErrorReport) -> Failure:
+        if isinstance(error, ConnectFailed):
+            return Failure.UNREACHABLE
+        if isinstance(error, ConnectionDropped) and not self._is_stopped():
+            # Whether the worker is still there decides if another one may be risked for this request.
+            if not await self._services.is_alive(placed.member.worker):
+                return Failure.DIED
+            return Failure.STALE if error.was_reused else Failure.DROPPED
+        if isinstance(error, EngineRefused) and report.status == 503:
+            return Failure.BUSY
+        return Failure.FINAL
+
+    def _judge(self, placed: Placed, *, failed: bool) -> None:
+        """Tell the worker's breaker; what a client did wrong, or its leaving, is not the worker's fault."""
+        if self._is_stopped():
+            placed.member.breaker.released()
+        elif failed:
+            self._services.fleet.failed(placed.member, self._services.clock())
+        else:
+            self._services.fleet.succeeded(placed.member)
+
+
+def end(placed: Placed) -> None:
+    """End the legs that the abort supervisor has not taken over."""
+    for leg in placed.legs:
+        if not leg.is_detached:
+            leg.end()

@@ -1,0 +1,228 @@
+"""What routing is told of a request's prompt: which ranks hold its beginning, by events, by prediction, by guess."""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from backends.tokenize import engine_token_ids, tokenize_body
+from backends.types import EngineKind
+from backends.upstream.base import UpstreamClient
+from gateway.envelope import Envelope
+from gateway.kv_view import KvView
+from gateway.parity import Parity
+from gateway.prompts import Prompt, namespace_of, prompt_in_ids, prompt_of, prompt_text
+from gateway.routes import Dialect, Route
+from gateway.tokens.service import PromptTokenizers
+from kv_events.index_types import Overlap
+from kv_events.types import Namespace
+from routers.assumed import APPROXIMATE_TTL_S, PREDICTED_TTL_S, AssumedBlocks, Assumption
+from routers.fleet import Fleet
+from routers.kv_aware import KvAware
+from routers.prefix_approximate import BYTES_PER_TOKEN, CHUNK_BYTES, PrefixApproximate
+from routers.types import BlockGroup, Candidate, Placement, PromptBlocks, RankKey, RouteRequest
+
+logger = logging.getLogger("forebay.kv_events")
+
+# An engine's own tokenizer is asked for this long; then the request is routed without ids.
+ENGINE_TOKENIZE_TIMEOUT_S = 0.5
+# An engine that did not say is not asked again for this long.
+ENGINE_TOKENIZE_PAUSE_S = 30.0
+# Shorter texts fill no block of the usual sizes, or so few that their ids are not worth a call.
+MIN_TEXT_BYTES = 256
+# Ranks of a worker that is gone.
+MAX_RANKS = 64
+_TOKENIZED = frozenset({Dialect.NATIVE, Dialect.CHAT, Dialect.COMPLETIONS})
+
+
+@dataclass(slots=True)
+class Sent:
+    """What is assumed since a request was sent; for ``Prefixes.failed``."""
+
+    assumed: AssumedBlocks
+    assumption: Assumption
+
+
+class Prefixes:
+    """Finds out what a prompt is, and who holds its beginning.
+
+    Args:
+        policy: Name of the policy; others than ``kv-aware`` and ``prefix-approximate`` look at nothing.
+        kv: The caches by their events.
+        fleet: The workers.
+        tokenizers: Local ones.
+        client: Asks engines to tokenize.
+        clock: Monotonic seconds.
+        on_mismatch: Told of a worker whose announced blocks are not those that were hashed here.
+        predicts: Blocks are assumed to be where a request with them was just sent.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        kv: KvView,
+        fleet: Fleet,
+        tokenizers: PromptTokenizers,
+        client: UpstreamClient,
+        clock: Callable[[], float],
+        on_mismatch: Callable[[str], None],
+        *,
+        predicts: bool = True,
+    ) -> None:
+        self._uses_events = policy == KvAware.name
+        self._is_approximate = policy == PrefixApproximate.name
+        self._kv = kv
+        self._fleet = fleet
+        self._tokenizers = tokenizers
+        self._client = client
+        self._clock = clock
+        self._predicts = predicts
+        self._predicted = AssumedBlocks(PREDICTED_TTL_S)
+        self._approximate = AssumedBlocks(APPROXIMATE_TTL_S)
+        self._not_before: dict[str, float] = {}
+        self.parity = Parity(kv, on_mismatch)
+
+    @property
+    def are_wanted(self) -> bool:
+        """The policy looks at prompts, and there is something to look for."""
+        return self._is_approximate or (self._uses_events and self._kv.follows_any)
+
+    # Prompts.
+
+    def known(self, route: Route, envelope: Envelope, model: str) -> Prompt | None:
+        """The prompt of a request that brings its token ids."""
+        return prompt_in_ids(route, envelope, model)
+
+    async def look_up(
+        self,
+        route: Route,
+        envelope: Envelope,
+        model: str,
+        candidates: Sequence[Candidate],
+        *,
+        asks_engines: bool = True,
+    ) -> Prompt | None:
+        """The prompt of a request that brings text: by a local tokenizer, by an engine's, or as text.
+
+        ``None`` if the prompt is too short to matter, or cannot be told. Never raises for what is in a request.
+        """
+        text = prompt_text(route, envelope.body)
+        if len(text) < MIN_TEXT_BYTES:
+            return None
+        found: dict[EngineKind, Sequence[bytes]] = {}
+        if route.dialect in _TOKENIZED and not self._is_approximate:
+            engines = {candidate.group.engine: candidate for candidate in candidates if candidate.group is not None}
+            for engine, candidate in engines.items():
+                ids = await self._local_ids(route, envelope, model, engine)
+                if ids is None and asks_engines and not self._tokenizers.knows(model):
+                    ids = await self._engine_ids(route, envelope, engine, candidate)
+                if ids is not None:
+                    found[engine] = ids
+        return prompt_of(envelope, model, found, text)
+
+    async def _local_ids(
+        self, route: Route, envelope: Envelope, model: str, engine: EngineKind
+    ) -> Sequence[bytes] | None:
+        found = await self._tokenizers.token_ids(model, engine, route, envelope.body)
+        return None if found is None else found.prompts
+
+    async def _engine_ids(
+        self, route: Route, envelope: Envelope, engine: EngineKind, candidate: Candidate
+    ) -> Sequence[bytes] | None:
+        worker_id = candidate.key.worker_id
+        member = self._fleet.get(worker_id)
+        if member is None or self._clock() < self._not_before.get(worker_id, 0.0):
+            return None
+        ids = await engine_token_ids(
+            self._client, member.worker, engine, route.path, envelope.body, ENGINE_TOKENIZE_TIMEOUT_S
+        )
+        if ids is None and tokenize_body(engine, route.path, envelope.body) is not None:
+            self._not_before[worker_id] = self._clock() + ENGINE_TOKENIZE_PAUSE_S
+        return ids
+
+    # Routing.
+
+    def request(self, prompt: Prompt, stickiness_key: str | None, candidates: Iterable[Candidate]) -> RouteRequest:
+        """What the policy is told, for the candidates that there are now; what fails here costs the overlaps alone."""
+        request = RouteRequest(prompt.tokens, stickiness_key)
+        try:
+            request.prompts = self._prompts(prompt, candidates)
+        except Exception:
+            logger.exception("prefixes could not be looked up; the request is routed by load")
+        return request
+
+    def _prompts(self, prompt: Prompt, candidates: Iterable[Candidate]) -> dict[BlockGroup, PromptBlocks]:
+        prompts: dict[BlockGroup, PromptBlocks] = {}
+        now = self._clock()
+        for candidate in candidates:
+            group = candidate.group
+            if group is None or group in prompts:
+                continue
+            namespace = self._namespace(prompt, candidate.key.worker_id)
+            if namespace is None:
+                continue
+            hashes = prompt.hashes(group, namespace)
+            is_text = group.engine not in prompt.ids
+            overlap = self._overlap(hashes, None if is_text else namespace, now)
+            block_size = CHUNK_BYTES // BYTES_PER_TOKEN if is_text else group.block_size
+            prompts[group] = PromptBlocks(block_size, prompt.tokens, hashes, overlap)
+        return prompts
+
+    def _namespace(self, prompt: Prompt, worker_id: str) -> Namespace | None:
+        member = self._fleet.get(worker_id)
+        facts = member.facts if member is not None else None
+        return None if facts is None else namespace_of(prompt.body, prompt.model, facts)
+
+    def _overlap(self, hashes: Sequence[int], namespace: Namespace | None, now: float) -> Overlap:
+        """Overlaps by events, or of text by guess; guesses count only where there are no events to go by."""
+        overlap = Overlap()
+        if namespace is not None and self._uses_events:
+            overlap = self._kv.index.overlap(hashes, namespace)
+            for tier in (overlap.device, overlap.host, overlap.disk):
+                for rank in [rank for rank in tier if not self._follows(RankKey(*rank))]:
+                    del tier[rank]
+        for rank, blocks in self._approximate.overlap(hashes, now).items():
+            if namespace is None or not self._follows(RankKey(*rank)):
+                overlap.device[rank] = blocks
+        if self._predicts:
+            self._predicted.merge_into(overlap, hashes, now)
+        return overlap
+
+    def _follows(self, key: RankKey) -> bool:
+        return self._uses_events and self._kv.is_trusted(key) and not self.parity.is_mismatched(key.worker_id)
+
+    def sent(self, prompt: Prompt, placement: Placement) -> Sent | None:
+        """A request goes to the rank that was chosen: it will soon hold the prompt's blocks."""
+        blocks, key, group = placement.prompt, placement.candidate.key, placement.candidate.group
+        if blocks is None or not blocks.sequence_hashes or group is None:
+            return None
+        has_events = self._follows(key) and group.engine in prompt.ids
+        if has_events and not self._predicts:
+            return None
+        assumed = self._predicted if has_events else self._approximate
+        return Sent(assumed, assumed.add(key, blocks.sequence_hashes, self._clock()))
+
+    def failed(self, sent: Sent | None) -> None:
+        """A request ended before its first output: it has left nothing where it was sent."""
+        if sent is not None:
+            sent.assumed.withdraw(sent.assumption)
+
+    def finished(self, prompt: Prompt, placement: Placement) -> None:
+        """A request was answered whole."""
+        key, group = placement.candidate.key, placement.candidate.group
+        if group is None or group.engine not in prompt.ids or placement.prompt is None:
+            return
+        namespace = self._namespace(prompt, key.worker_id)
+        if namespace is not None:
+            self.parity.finished(key, placement.prompt.sequence_hashes, namespace)
+
+    def forget(self, worker_id: str) -> None:
+        """A worker's cache is empty, or worthless: so is all that is assumed of it."""
+        member = self._fleet.get(worker_id)
+        for dp_rank in range(member.dp_size if member is not None else MAX_RANKS):
+            self._predicted.clear_rank((worker_id, dp_rank))
+            self._approximate.clear_rank((worker_id, dp_rank))
+
+    def close(self) -> None:
+        """End what is still due."""
+        self.parity.close()
+        self._tokenizers.close()
