@@ -13,7 +13,7 @@ from types import FrameType
 from gateway.options import LineParser, nearest
 from gateway.settings import SettingsError, load_settings
 
-_NOT_THERE = ("relay", "explain")
+_NOT_THERE = ("relay",)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,8 +51,8 @@ def _parser() -> LineParser:
         ("simulate", "run a simulated engine"),
         ("demo", "run the gateway with two simulated engines"),
         ("workers", "list the workers of a running gateway"),
+        ("explain", "show where a running gateway would send a request, and why"),
         ("relay", "relay an engine node's KV events (not available in this release)"),
-        ("explain", "show why a request would go where (not available in this release)"),
     ):
         commands.add_parser(name, help=text)
     return parser
@@ -106,6 +106,12 @@ def _workers(argv: Sequence[str]) -> int:
     return run(argv)
 
 
+def _explain(argv: Sequence[str]) -> int:
+    from gateway.explain_command import run
+
+    return run(argv)
+
+
 def _fail(message: str, code: int) -> int:
     print(f"forebay: {message}", file=sys.stderr)
     return code
@@ -116,4 +122,5 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "simulate": _simulate,
     "demo": _demo,
     "workers": _workers,
+    "explain": _explain,
 }
