@@ -35,6 +35,7 @@ _SUMS = b'"usage":{'
 _SUMS_AT = re.compile(re.escape(_SUMS)).finditer
 # A usage object and its details are shorter.
 _USAGE_BYTES = 512
+_RANK = re.compile(rb'"dp_rank":\s*(\d{1,6})')
 # A choice has ended: a reason in words, or natively in an object.
 _FINISHED = re.compile(rb'"finish_reason":\s*["{]')
 _UNFINISHED = re.compile(rb'"finish_reason":\s*null')
@@ -81,12 +82,23 @@ class Verdict(msgspec.Struct, frozen=True, gc=False):
         is_terminated: The stream's own end marker was there.
         usage: Token counts.
         message: The engine's words, if it failed.
+        dp_rank: Rank that the engine says it ran on, ``None`` if nobody looked, or it does not say.
     """
 
     outcome: Outcome
     is_terminated: bool
     usage: Usage
     message: str = ""
+    dp_rank: int | None = None
+
+
+def rank_in(data: bytes) -> int | None:
+    """The rank that the last native answer in ``data`` names; ``None`` if it names none.
+
+    In generated text the quotes of such a name are escaped.
+    """
+    match = _RANK.match(data, max(data.rfind(b'"dp_rank":'), 0))
+    return int(match[1]) if match else None
 
 
 def usage_of(texts: Iterable[bytes]) -> Usage:
@@ -187,6 +199,11 @@ class StreamAnswer:
         if _ABORT[0] in block or _ABORT[1] in block:
             self._abort_block = block
         return block
+
+    @property
+    def last_block(self) -> bytes:
+        """The last block of whole events that said more than that the stream ends."""
+        return self._last
 
     def _until_last_event(self, block: bytes) -> bytes:
         """The block without what an engine sends behind its own last event: the client takes that for the end."""

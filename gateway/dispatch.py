@@ -102,6 +102,8 @@ class Dispatch:
         services = self._services
         services.metrics.attempt(placed.worker_id, verdict.outcome)
         self._judge(placed, failed=verdict.outcome in _WORKERS_FAULT)
+        if verdict.dp_rank is not None and verdict.dp_rank != placed.dp_rank:
+            self._elsewhere(placed, verdict.dp_rank)
         if self._prompt is not None and verdict.outcome is Outcome.COMPLETE:
             services.prefixes.finished(self._prompt, placed.choice)
         end(placed)
@@ -148,6 +150,17 @@ class Dispatch:
         if isinstance(error, EngineRefused) and report.status == 503:
             return Failure.BUSY
         return Failure.FINAL
+
+    def _elsewhere(self, placed: Placed, dp_rank: int) -> None:
+        """The engine ran the request on another rank than the chosen one; told once a worker, counted always."""
+        if self._services.metrics.rank_mismatch(placed.worker_id) == 1:
+            logger.warning(
+                "worker %s ran a request on rank %d that was sent to rank %s: its ranks' loads and caches are not what "
+                "they seem; is a proxy between that drops routed_dp_rank, or does the engine run without DP attention?",
+                placed.worker_id,
+                dp_rank,
+                placed.dp_rank,
+            )
 
     def _judge(self, placed: Placed, *, failed: bool) -> None:
         """Tell the worker's breaker; what a client did wrong, or its leaving, is not the worker's fault."""

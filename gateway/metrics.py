@@ -79,6 +79,7 @@ class Metrics:
         "_models",
         "_queue",
         "_queued",
+        "_rank_mismatches",
         "_ready",
         "_registry",
         "_request",
@@ -101,6 +102,7 @@ class Metrics:
         self._requests: dict[tuple[str, str, str, int], int] = {}
         self._attempts: dict[tuple[str, str], int] = {}
         self._aborts_sent: dict[str, int] = {}
+        self._rank_mismatches: dict[str, int] = {}
         self._ready: dict[str, bool] = {}
         self._models: set[str] = set()
         self._workers: set[str] = set()
@@ -146,6 +148,18 @@ class Metrics:
         if label is not None:
             self._aborts_sent[label] = self._aborts_sent.get(label, 0) + 1
 
+    def rank_mismatch(self, worker_id: str) -> int | None:
+        """Count a request that ran on another rank than the chosen one.
+
+        Returns:
+            How many there were of the worker's so far, ``None`` if it has left the fleet.
+        """
+        label = self._label_of(worker_id)
+        if label is None:
+            return None
+        count = self._rank_mismatches[label] = self._rank_mismatches.get(label, 0) + 1
+        return count
+
     def abort_confirmed(self) -> None:
         """Count an aborted request whose end the engine showed."""
         self._aborts_confirmed += 1
@@ -175,6 +189,7 @@ class Metrics:
         self._workers.discard(worker_id)
         self._ready.pop(worker_id, None)
         self._aborts_sent.pop(worker_id, None)
+        self._rank_mismatches.pop(worker_id, None)
         for key in [key for key in self._attempts if key[0] == worker_id]:
             del self._attempts[key]
 
@@ -220,6 +235,10 @@ class Metrics:
         )
         aborts = (((worker,), n) for worker, n in self._aborts_sent.items())
         yield _counter("forebay_aborts_sent", "Aborts written to workers.", ("worker",), aborts)
+        elsewhere = (((worker,), n) for worker, n in self._rank_mismatches.items())
+        yield _counter(
+            "forebay_rank_mismatches", "Requests that ran on another rank than the chosen.", ("worker",), elsewhere
+        )
         yield CounterMetricFamily(
             "forebay_aborts_confirmed", "Aborted requests whose end was seen.", self._aborts_confirmed
         )

@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import Callable
 
+import msgspec
+
 from backends.errors import AnswerBroken, AnswerMalformed, AnswerTooLarge, CallInterrupted, UpstreamError
 from backends.sse import DONE_EVENT, EventCutter
 from backends.upstream.base import AnswerHead, Headers, UpstreamCall
@@ -13,6 +15,7 @@ from gateway.answer import (
     Verdict,
     first_data,
     passed_headers,
+    rank_in,
     unary_verdict,
 )
 from gateway.child_ids import revealed
@@ -136,6 +139,12 @@ class AnswerRelay:
         self.bytes_out += len(data)
         await self._downstream.write(data)
 
+    def _with_rank(self, placed: Placed, verdict: Verdict, data: bytes) -> Verdict:
+        """The verdict with the rank that the engine says it ran on, where one was chosen for it."""
+        if placed.dp_rank is None or self._dialect is not Dialect.NATIVE:
+            return verdict
+        return msgspec.structs.replace(verdict, dp_rank=rank_in(data))
+
     # Streams.
 
     async def _stream(self, placed: Placed, head: AnswerHead) -> Verdict:
@@ -181,7 +190,7 @@ class AnswerRelay:
             return await self._cut(answer, AnswerBroken(verdict.message))
         self.bytes_out += len(block)
         await self._downstream.finish(block)
-        return verdict
+        return self._with_rank(placed, verdict, answer.last_block)
 
     async def _cut(self, answer: StreamAnswer, error: UpstreamError) -> Verdict:
         """The stream broke off: say so in the stream itself, unless the engine has; an unfinished event is dropped."""
@@ -220,7 +229,7 @@ class AnswerRelay:
             raise body
         headers = [h for h in passed_headers(head) if h[0] != b"content-type"]
         await self._send_whole(200, [(b"content-type", b"application/json"), *headers], body)
-        return unary_verdict(body)
+        return self._with_rank(placed, unary_verdict(body), body)
 
     # Waiting, with signs of life for the client.
 
@@ -295,7 +304,7 @@ class AnswerRelay:
         if size <= buffer_bytes or (call.is_complete and size <= limit_bytes):
             body = placed.ids.apply(b"".join(parts))
             await self._send_whole(head.status, passed_headers(head), body)
-            return unary_verdict(body, self._dialect)
+            return self._with_rank(placed, unary_verdict(body, self._dialect), body)
         if size > limit_bytes:
             raise AnswerTooLarge(limit_bytes)
         return await self._long_body(placed, head, parts)

@@ -315,7 +315,8 @@ def test_an_explanation_is_printed_as_json_and_the_request_read_from_standard_in
 def test_a_request_that_goes_nowhere_is_explained_too(
     gateway: Gateway, capsys: pytest.CaptureFixture[str], request_file: str
 ) -> None:
-    nothing = {"chosen": None, "candidates": [], "policy": "kv-aware", "blocks_hashed": 0, "reason": "no such model"}
+    nothing: dict[str, object] = {"chosen": None, "candidates": [], "policy": "kv-aware", "blocks_hashed": 0}
+    nothing["reason"] = "no such model"
     gateway.answer = (200, json.dumps(nothing).encode())
     assert main(["explain", "--url", gateway.url, request_file]) == 0
     assert "to no worker: no such model" in capsys.readouterr().out
