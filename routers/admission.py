@@ -101,9 +101,9 @@ class _Tier(Generic[T]):
     def next(self, servable: set[Hashable]) -> Ticket[T] | None:
         """The oldest ticket of the tenant whose turn it is; that tenant is the last one then."""
         for key, by_pool in self._ring.items():
-            oldest = [next(iter(tickets)) for pool, tickets in by_pool.items() if pool in servable]
-            if oldest:
+            if not servable.isdisjoint(by_pool):
                 self._ring.move_to_end(key)
+                oldest = [next(iter(tickets)) for pool, tickets in by_pool.items() if pool in servable]
                 return min(oldest, key=lambda ticket: ticket._number)
         return None
 
