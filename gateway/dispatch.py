@@ -19,7 +19,6 @@ from routers.errors import NoReadyWorker
 
 logger = logging.getLogger("forebay.exchange")
 
-_WORKERS_FAULT = frozenset({Outcome.ENGINE_ERROR, Outcome.TRUNCATED})
 # What a request brings upon itself on any worker.
 _REQUESTS_FAULT = (AnswerTooLarge, RequestUnsendable)
 
@@ -101,7 +100,9 @@ class Dispatch:
         """An attempt has ended with an answer, whatever that says."""
         services = self._services
         services.metrics.attempt(placed.worker_id, verdict.outcome)
-        self._judge(placed, failed=verdict.outcome in _WORKERS_FAULT)
+        # A stream that ends as it should, but for a finish reason, was ended by somebody else at the engine.
+        is_cut = verdict.outcome is Outcome.TRUNCATED and not verdict.is_terminated
+        self._judge(placed, failed=is_cut or verdict.outcome is Outcome.ENGINE_ERROR)
         if verdict.dp_rank is not None and verdict.dp_rank != placed.dp_rank:
             self._elsewhere(placed, verdict.dp_rank)
         if self._prompt is not None and verdict.outcome is Outcome.COMPLETE:

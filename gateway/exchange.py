@@ -308,6 +308,7 @@ class Exchange:
         ids = (self._public_id, *self._envelope.item_ids, *self._sample_ids) if self._envelope else ()
         self._services.live.remove(self, ids)
         self._record(self._outcome or Outcome.ENGINE_ERROR)
+        self._dispatch = self._deadlines = None  # cycles would be the garbage collector's, at a sixth of all time
 
     def _record(self, outcome: Outcome) -> None:
         services, relay, placed, envelope = self._services, self._relay, self._placed, self._envelope

@@ -134,6 +134,20 @@ async def test_answers_that_are_too_large_never_count() -> None:
         assert await shown(gateway) == BreakerState.CLOSED
 
 
+async def test_streams_that_somebody_else_aborts_on_the_engine_never_count() -> None:
+    async def script(request: SeenRequest, reply: Reply) -> None:
+        await reply.start_chunked(content_type="text/event-stream")
+        await reply.event(b'{"choices":[{"delta":{"role":"assistant"},"finish_reason":null}]}')
+        await reply.event(b"[DONE]")
+        await reply.end_chunked()
+
+    async with alone(script, **OPTIONS) as (gateway, _, member):
+        await ask(gateway, STREAM, 5)
+        await gateway.record(5)
+        assert {record.outcome for record in gateway.records} == {"truncated"}
+        assert member.breaker.state is BreakerState.CLOSED
+
+
 async def test_clients_that_leave_never_count() -> None:
     arrived = asyncio.Queue[None]()
 
