@@ -177,6 +177,11 @@ class KvView:
         followed = self._followed.get(key.worker_id)
         return followed is not None and followed.states.get(key.dp_rank) in TRUSTED
 
+    def is_whole(self, key: RankKey) -> bool:
+        """Whether the index has all that a rank holds, so that nothing needs to be guessed of it."""
+        followed = self._followed.get(key.worker_id)
+        return followed is not None and followed.states.get(key.dp_rank) is SourceState.LIVE
+
     @property
     def is_trusted_everywhere(self) -> bool:
         """What the index has is right for every source."""
@@ -199,6 +204,16 @@ class KvView:
         if subscriber is None:
             return None, None
         return str(subscriber.machine.epoch), subscriber.machine.last_seq
+
+    def is_eagle(self, key: RankKey) -> bool:
+        """Whether the blocks that a rank announces cover one token more than its block size."""
+        return key in self.index.eagle_ranks
+
+    def endpoint(self, key: RankKey) -> str | None:
+        """Where a rank's events are subscribed to, ``None`` if they are not."""
+        followed = self._followed.get(key.worker_id)
+        subscriber = followed.subscribers.get(key.dp_rank) if followed else None
+        return subscriber.spec.source.endpoint if subscriber else None
 
     # What sources tell; see ``SourceObserver``.
 

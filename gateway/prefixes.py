@@ -8,6 +8,7 @@ from backends.tokenize import engine_token_ids, tokenize_body
 from backends.types import EngineKind
 from backends.upstream.base import UpstreamClient
 from gateway.envelope import Envelope
+from gateway.kv_silence import SILENCE_S, SilenceWatch
 from gateway.kv_view import KvView
 from gateway.parity import Parity
 from gateway.prompts import Prompt, namespace_of, prompt_in_ids, prompt_of, prompt_text
@@ -79,6 +80,7 @@ class Prefixes:
         self._predicted = AssumedBlocks(PREDICTED_TTL_S)
         self._approximate = AssumedBlocks(APPROXIMATE_TTL_S)
         self._not_before: dict[str, float] = {}
+        self._silence = SilenceWatch()
         self.parity = Parity(kv, on_mismatch)
 
     @property
@@ -162,7 +164,8 @@ class Prefixes:
                 continue
             hashes = prompt.hashes(group, namespace)
             is_text = group.engine not in prompt.ids
-            overlap = self._overlap(hashes, None if is_text else namespace, now)
+            overlap = self._by_events(prompt, group, namespace) if self._uses_events and not is_text else Overlap()
+            self._add_assumed(overlap, hashes, now, is_text=is_text)
             block_size = CHUNK_BYTES // BYTES_PER_TOKEN if is_text else group.block_size
             prompts[group] = PromptBlocks(block_size, prompt.tokens, hashes, overlap)
         return prompts
@@ -172,30 +175,42 @@ class Prefixes:
         facts = member.facts if member is not None else None
         return None if facts is None else namespace_of(prompt.body, prompt.model, facts)
 
-    def _overlap(self, hashes: Sequence[int], namespace: Namespace | None, now: float) -> Overlap:
-        """Overlaps by events, or of text by guess; guesses count only where there are no events to go by."""
-        overlap = Overlap()
-        if namespace is not None and self._uses_events:
-            overlap = self._kv.index.overlap(hashes, namespace)
-            for tier in (overlap.device, overlap.host, overlap.disk):
-                for rank in [rank for rank in tier if not self._follows(RankKey(*rank))]:
-                    del tier[rank]
-        for rank, blocks in self._approximate.overlap(hashes, now).items():
-            if namespace is None or not self._follows(RankKey(*rank)):
-                overlap.device[rank] = blocks
-        if self._predicts:
-            self._predicted.merge_into(overlap, hashes, now)
+    def _by_events(self, prompt: Prompt, group: BlockGroup, namespace: Namespace) -> Overlap:
+        """Overlaps of the ranks whose events can be gone by, each by blocks cut as it cuts them."""
+        index = self._kv.index
+        overlap = index.overlap(prompt.hashes(group, namespace), namespace)
+        tiers = (overlap.device, overlap.host, overlap.disk)
+        if index.eagle_ranks:
+            pairs = index.overlap(prompt.hashes(group._replace(is_eagle=True), namespace), namespace)
+            for tier, more in zip(tiers, (pairs.device, pairs.host, pairs.disk), strict=True):
+                tier.update(more)
+        for tier in tiers:
+            for rank in [rank for rank in tier if not self._follows(RankKey(*rank))]:
+                del tier[rank]
         return overlap
 
+    def _add_assumed(self, overlap: Overlap, hashes: Sequence[int], now: float, *, is_text: bool) -> None:
+        """Add what is assumed; guesses count only where events do not tell everything."""
+        for rank, blocks in self._approximate.overlap(hashes, now).items():
+            if is_text or not self._knows_all(RankKey(*rank)):
+                overlap.device[rank] = max(blocks, overlap.device.get(rank, 0))
+        if self._predicts:
+            self._predicted.merge_into(overlap, hashes, now)
+
     def _follows(self, key: RankKey) -> bool:
+        """Whether what events tell of a rank can be gone by."""
         return self._uses_events and self._kv.is_trusted(key) and not self.parity.is_mismatched(key.worker_id)
+
+    def _knows_all(self, key: RankKey) -> bool:
+        """Whether events tell all of a rank; one that has never said anything is not just an empty cache."""
+        return self._follows(key) and self._kv.is_whole(key)
 
     def sent(self, prompt: Prompt, placement: Placement) -> Sent | None:
         """A request goes to the rank that was chosen: it will soon hold the prompt's blocks."""
         blocks, key, group = placement.prompt, placement.candidate.key, placement.candidate.group
         if blocks is None or not blocks.sequence_hashes or group is None:
             return None
-        has_events = self._follows(key) and group.engine in prompt.ids
+        has_events = self._knows_all(key) and group.engine in prompt.ids
         if has_events and not self._predicts:
             return None
         assumed = self._predicted if has_events else self._approximate
@@ -208,15 +223,39 @@ class Prefixes:
 
     def finished(self, prompt: Prompt, placement: Placement) -> None:
         """A request was answered whole."""
-        key, group = placement.candidate.key, placement.candidate.group
-        if group is None or group.engine not in prompt.ids or placement.prompt is None:
+        key, group, blocks = placement.candidate.key, placement.candidate.group, placement.prompt
+        if group is None or blocks is None:
+            return
+        if self._uses_events and len(blocks.sequence_hashes) > (placement.overlap_blocks or 0):
+            self._listen(key)
+        if group.engine not in prompt.ids:
             return
         namespace = self._namespace(prompt, key.worker_id)
         if namespace is not None:
-            self.parity.finished(key, placement.prompt.sequence_hashes, namespace)
+            group = group._replace(is_eagle=self._kv.is_eagle(key))
+            self.parity.finished(key, prompt.hashes(group, namespace), namespace)
+
+    def _listen(self, key: RankKey) -> None:
+        """A rank has filled blocks, of which its source should tell."""
+        endpoint = self._kv.endpoint(key)
+        if endpoint is None:
+            return
+        epoch, last_seq = self._kv.position(*key)
+        # Events of which nothing can be used are no better than none.
+        position = epoch, last_seq if self._kv.blocks(*key) else None
+        if answers := self._silence.answered(key, position, self._clock()):
+            logger.warning(
+                "worker %s rank %d: no KV event that can be used has come from %s for %.0f s, while it answered %d new "
+                "prompts; does the engine publish there, with token ids, and can this gateway reach it?",
+                *key,
+                endpoint,
+                SILENCE_S,
+                answers,
+            )
 
     def forget(self, worker_id: str) -> None:
         """A worker's cache is empty, or worthless: so is all that is assumed of it."""
+        self._silence.forget(worker_id)
         member = self._fleet.get(worker_id)
         for dp_rank in range(member.dp_size if member is not None else MAX_RANKS):
             self._predicted.clear_rank((worker_id, dp_rank))

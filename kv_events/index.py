@@ -44,6 +44,10 @@ class PrefixIndex:
 
     Ranks are added before anything is applied to them. What is cleared or removed is gone from lookups at once; its
     memory is given back by ``collect``, in pieces, which the owner calls while it says that there is more.
+
+    Attributes:
+        eagle_ranks: Those whose last blocks covered one token more, see ``local_hashes``; not to be changed by others.
+            Prompts are found there by hashes made alike, and never by the others.
     """
 
     def __init__(self, hashes: ChainHashes = chain_hashes) -> None:
@@ -55,6 +59,7 @@ class PrefixIndex:
         self._chain_hashes = hashes
         self._shards: list[dict[int, int]] = [{} for _ in range(SHARDS)]
         self._ranks: dict[RankId, _Rank] = {}
+        self.eagle_ranks: set[RankId] = set()
         self._holders: list[Holder | None] = []
         self._free_bits: list[int] = []
         self._live = 0
@@ -91,6 +96,7 @@ class PrefixIndex:
         """Forget a rank and its blocks. Takes no time; unknown ranks are fine."""
         self.clear_rank(rank)
         self._ranks.pop(rank, None)
+        self.eagle_ranks.discard(rank)
 
     def ranks(self) -> tuple[RankId, ...]:
         """Name the ranks that were added and not removed."""
@@ -179,6 +185,8 @@ class PrefixIndex:
         if gone:
             pairs = [pair for pair in pairs if pair[0] not in gone]
         self._put(state, self._holder(rank, state, event.tier), pairs, number, report)
+        if event.is_eagle is not (rank in self.eagle_ranks):
+            (self.eagle_ranks.add if event.is_eagle else self.eagle_ranks.discard)(rank)
         return True
 
     def _put(

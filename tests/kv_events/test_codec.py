@@ -75,7 +75,7 @@ def test_shapes_of_batches(batch: Any, dp_rank: int | None) -> None:
         pytest.param(stored(group_idx=1, kv_cache_spec_kind="sink_full_attention"), id="kind before group"),
     ],
 )
-def test_shapes_of_stores(event: Any) -> None:
+def test_a8_3_shapes_of_stores(event: Any) -> None:
     assert only(decode(event)) == PLAIN
 
 
@@ -117,7 +117,7 @@ def test_hashes_become_unsigned_64_bits_everywhere(given: list[int | bytes], tak
         pytest.param(["AllBlocksCleared", None, 1], id="clearing, array"),
     ],
 )
-def test_irrelevant_events_are_counted(event: Any) -> None:
+def test_a8_3_irrelevant_events_are_counted(event: Any) -> None:
     assert decode(event) == EventBatch(1.5, [], 3, {"irrelevant": 1}, False)
 
 
@@ -254,7 +254,7 @@ MALFORMED = [
 
 
 @pytest.mark.parametrize("event", MALFORMED)
-def test_a_malformed_event_costs_only_itself(event: Any) -> None:
+def test_a8_3_a_malformed_event_costs_only_itself(event: Any) -> None:
     batch = decode(stored(), event, removed())
     assert batch == EventBatch(1.5, [PLAIN, BlockRemoved((11,))], 3, {"malformed": 1}, True)
 

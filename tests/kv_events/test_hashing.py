@@ -55,7 +55,7 @@ def numbers(text: str) -> list[int]:
         ),
     ],
 )
-def test_hashes_equal_those_of_other_routers(namespace: Namespace, seed: int, local: str, sequence: str) -> None:
+def test_a8_1_hashes_equal_those_of_other_routers(namespace: Namespace, seed: int, local: str, sequence: str) -> None:
     assert namespace_seed(namespace) == seed
     assert local_hashes(TWELVE, 4, seed) == numbers(local)
     assert sequence_hashes(numbers(local)) == numbers(sequence)

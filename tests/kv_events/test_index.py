@@ -121,7 +121,7 @@ def test_a8_2_random_operations_equal_a_brute_force_model(seed: int) -> None:
                       removed("abcd", [3], "e2")], 3, id="both names removed"),
     ],
 )  # fmt: skip
-def test_matches(events: list[KVEvent], expected: int) -> None:
+def test_a8_3_matches(events: list[KVEvent], expected: int) -> None:
     assert matched(index_of(*events), "abcd") == expected
 
 

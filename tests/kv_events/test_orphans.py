@@ -46,7 +46,7 @@ def intake_of(*events: KVEvent, lot: OrphanLot | None = None) -> tuple[PrefixInd
         pytest.param([stored("ab"), removed("ab", [1]), stored("abcd", 2)], 1, 1, id="the parent has gone"),
     ],
 )  # fmt: skip
-def test_orphans(events: list[KVEvent], expected: int, waiting: int) -> None:
+def test_a8_8_orphans_wait_for_their_parent(events: list[KVEvent], expected: int, waiting: int) -> None:
     index, intake, _ = intake_of(*events)
     assert index.overlap(query("abcd")).device.get(RANK, 0) == expected
     assert len(intake.orphans) == waiting
