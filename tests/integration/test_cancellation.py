@@ -137,7 +137,7 @@ async def test_the_engine_is_told_when_the_client_leaves(
     if is_stream:
         assert scripted.aborted == []
     else:
-        assert len(scripted.aborted) == 1
+        assert len(set(scripted.aborted)) == 1  # and again, should the engine be slow to end
         assert scene.is_open_at_abort
         assert scene.told_at - scene.written_at >= ABORT_DELAY_S
 
@@ -515,7 +515,7 @@ async def test_aborting_everything_reports_each_worker() -> None:
         silent = SimulatedEngine(EngineOptions())
         await silent.start()
         async with running_gateway(engine.url, silent.url) as gateway:
-            silent.add_fault(at="abort", do="reset")
+            silent.add_fault(at="abort", do="reset", times=None)
             report = (await call(gateway.address, "/abort_request", {"abort_all": True})).json()
             by_id = {worker["id"]: worker["status"] for worker in report["workers"]}
             assert by_id[engine.url.removeprefix("http://")] == 200

@@ -138,14 +138,17 @@ class Setup:
 @pytest.fixture(scope="module")
 async def single(anyio_backend: object) -> AsyncIterator[Setup]:
     """An engine with one rank; samples stay with it, since its answers to several were captured whole."""
-    async with replay_engine() as engine, running_gateway(engine.url, native_n=True) as gateway:
+    async with replay_engine() as engine, running_gateway(engine.url, native_n=True, policy="least-loaded") as gateway:
         yield Setup(engine, gateway)
 
 
 @pytest.fixture(scope="module")
 async def two_ranks(anyio_backend: object) -> AsyncIterator[Setup]:
     """An engine with two ranks and incremental output."""
-    async with replay_engine(has_two_ranks=True) as engine, running_gateway(engine.url) as gateway:
+    async with (
+        replay_engine(has_two_ranks=True) as engine,
+        running_gateway(engine.url, policy="least-loaded") as gateway,
+    ):
         yield Setup(engine, gateway)
 
 
