@@ -271,7 +271,8 @@ class AbortSupervisor:
             except CallClosed:
                 pass  # whoever closed it has ended the leg
             else:
-                leg.end()
+                is_missing = leg.state is LegState.DRAINING
+                leg.end("it ended before the output for which it was kept" if is_missing else "")
             return
 
     async def aclose(self, grace_s: float = 1.0) -> None:

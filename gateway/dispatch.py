@@ -137,7 +137,8 @@ class Dispatch:
         may_retry = self.attempts.may_retry(worker.id, failure)
         if self.attempts.deaths > 1:
             raise GatewayError(ENGINE_DIED) from error
-        is_open = not self._is_stopped() and not has_begun and not self._services.is_draining
+        is_wanted = not self._is_stopped() and not any(leg.was_called_off for leg in placed.legs)
+        is_open = is_wanted and not has_begun and not self._services.is_draining
         return may_retry and is_open and self._services.waiting.is_hopeful(self.wanted)
 
     async def _failure(self, placed: Placed, error: Exception, report: ErrorReport) -> Failure:

@@ -192,8 +192,8 @@ class Exchange:
                 return None
             self.stop(Cause.CLIENT_ABORT)  # between two attempts: there is to be no other one
             return placed.worker_id
-        if not all(leg.can_be_aborted for leg in live):  # closing is all there is
-            self.stop(Cause.CLIENT_ABORT)
+        if not all(leg.can_be_aborted and (item_id or leg.call.written_at is not None) for leg in live):
+            self.stop(Cause.CLIENT_ABORT)  # closing is all there is, or the engine knows nothing of it yet
             return placed.worker_id
         index = envelope.item_ids.index(item_id) if item_id in envelope.item_ids else None
         if item_id in placed.sample_ids:
