@@ -1,1 +1,1 @@
-"""KV-cache events of the engines: wire formats, hashing, index. Filled by a later release."""
+"""KV-cache events of the engines: wire formats, hashing, and the index of who holds which prefix."""

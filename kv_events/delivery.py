@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from kv_events.codec import GroupKinds, decode_batch
-from kv_events.errors import BatchUndecodable, KVEventError, SourceMisconfigured
+from kv_events.errors import BatchUndecodable, DeliverySuspect, SourceMisconfigured
 from kv_events.index import ApplyReport, PrefixIndex
 from kv_events.index_intake import PIECE_BLOCKS, RankIntake
 from kv_events.publisher import PublisherSpec, SourceObserver
@@ -14,10 +14,6 @@ from kv_events.types import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 MAX_SMALL_BLOCKS = 64
 # What an event costs besides its blocks, in blocks.
 EVENT_WORK_BLOCKS = 4
-
-
-class DeliverySuspect(KVEventError):
-    """A payload was applied in part, in a way that may leave blocks in the index which the cache has given up."""
 
 
 class DeliveryQueue:

@@ -9,8 +9,8 @@ import logging
 
 import zmq
 
-from kv_events.delivery import DeliveryQueue, DeliverySuspect
-from kv_events.errors import BatchUndecodable, SourceMisconfigured
+from kv_events.delivery import DeliveryQueue
+from kv_events.errors import BatchUndecodable, DeliverySuspect, SourceMisconfigured
 from kv_events.index import PrefixIndex
 from kv_events.index_sweep import IndexSweeper
 from kv_events.publisher import PublisherSpec, SourceObserver, SubscriberLimits
