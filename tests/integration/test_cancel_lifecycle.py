@@ -164,7 +164,7 @@ SHAPES: list[Any] = [
 async def test_a3_2_the_engine_sees_its_own_ids_and_the_client_its_own(
     front: RunningGateway, scripted: ScriptEngine, path: str, payload: bytes, is_stream: bool
 ) -> None:
-    """Mutations tried: ids of 16 digits; ids of answers are left as they are."""
+    """Mutations tried: ids of 16 digits; answers keep the ids that they came with."""
 
     async def script(request: SeenRequest, reply: Reply) -> None:
         if not is_stream:
@@ -375,7 +375,7 @@ async def test_a3_14_an_abort_with_a_status_is_an_error_and_without_one_a_cancel
 async def test_a3_18_an_abort_that_fails_does_not_hide_why_it_was_sent(
     front: RunningGateway, scripted: ScriptEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Mutation tried: ``_Reading.read`` lets what ``cancel`` meets take the failure's place."""
+    """Mutations tried: the last failure is told in place of the first; what cannot be built is not caught."""
 
     def broken(*args: object) -> None:
         raise ValueError("this abort cannot be built")
