@@ -22,7 +22,7 @@ _REPEAT_S: Final = 0.03
 _AIMS_US: Final = {2_000: 60.0, 100_000: 4_000.0}
 
 
-def _plain_hashes(tokens: list[int]) -> list[int]:
+def plain_hashes(tokens: list[int]) -> list[int]:
     """The definition, word for word."""
     hashes: list[int] = []
     for start in range(0, len(tokens) - _BLOCK_SIZE + 1, _BLOCK_SIZE):
@@ -35,7 +35,7 @@ def _plain_hashes(tokens: list[int]) -> list[int]:
     return hashes
 
 
-def _plain_ids(raw: bytes) -> bytes:
+def plain_ids(raw: bytes) -> bytes:
     return b"".join(token.to_bytes(4, "little") for token in json.loads(raw))
 
 
@@ -98,10 +98,10 @@ def main() -> None:
     for count, aim_us in _AIMS_US.items():
         tokens = [rng.randrange(128_000) for _ in range(count)]
         packed, raw = pack_tokens(tokens), json.dumps(tokens).encode()
-        if block_hashes(packed, _BLOCK_SIZE) != _plain_hashes(tokens) or parse_ids(raw) != _plain_ids(raw):
+        if block_hashes(packed, _BLOCK_SIZE) != plain_hashes(tokens) or parse_ids(raw) != plain_ids(raw):
             raise AssertionError("the fast form and the plain one differ")
-        _row(f"hash {count:,} tokens", lambda: block_hashes(packed, _BLOCK_SIZE), lambda: _plain_hashes(tokens), aim_us)  # noqa: B023  # called at once
-        _row(f"read {count:,} ids", lambda: parse_ids(raw), lambda: _plain_ids(raw))  # noqa: B023  # called at once
+        _row(f"hash {count:,} tokens", lambda: block_hashes(packed, _BLOCK_SIZE), lambda: plain_hashes(tokens), aim_us)  # noqa: B023  # called at once
+        _row(f"read {count:,} ids", lambda: parse_ids(raw), lambda: plain_ids(raw))  # noqa: B023  # called at once
     for name, payload in _events(rng).items():
         _row(f"decode {name}", lambda: decode_batch(payload), lambda: _plain_events(payload))  # noqa: B023
 

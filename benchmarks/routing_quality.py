@@ -1,0 +1,151 @@
+"""``python -m benchmarks.routing_quality``: how well each policy places requests, on one virtual clock.
+
+Simulated engines with limited caches get the same traffic under every policy: a recorded chat service (``--trace``),
+agents that call tools, and groups of samples. Nothing is timed but virtual seconds, so that a busy machine changes
+nothing; equal arguments give equal figures. ``oracle`` is ``kv-aware`` that sees the engines' caches themselves instead
+of their events; ``kv-aware:4`` is ``kv-aware`` with a ``prefill_load_scale`` of 4. ``--http`` sends a small traffic
+through real processes besides, to compare.
+"""
+
+import argparse
+import asyncio
+import logging
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from benchmarks.routing_http import measure_over_http
+from benchmarks.routing_sim import Figures, Run, Setup
+from benchmarks.routing_traffic import Traffic, recorded, sample_groups, tool_agents
+from routers.base import Router
+from routers.cost import CostParameters
+from routers.kv_aware import KvAware
+from routers.registry import POLICIES, make_policy
+
+ORACLE: Final = "oracle"
+# The order of the report; what it is all about first.
+_ORDER: Final = (
+    ORACLE,
+    "kv-aware",
+    "prefix-approximate",
+    "consistent-hash",
+    "least-loaded",
+    "power-of-two",
+    "round-robin",
+)
+
+
+class _Raise(logging.Handler):
+    """What the gateway survives with a line in its log would spoil a measurement."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        raise RuntimeError(record.getMessage()) from (record.exc_info[1] if record.exc_info else None)
+
+
+def policy_of(name: str, seed: int) -> Router:
+    """Make a policy by its name here.
+
+    Raises:
+        ValueError: There is no such policy.
+    """
+    base, _, scale = name.partition(":")
+    if scale and base == KvAware.name:
+        return KvAware(random.Random(seed), CostParameters(prefill_load_scale=float(scale)))
+    return make_policy(KvAware.name if name == ORACLE else name, seed)
+
+
+def run(name: str, traffic: Traffic, setup: Setup, seed: int) -> Figures:
+    """Send the traffic under one policy.
+
+    Raises:
+        RuntimeError: The gateway's part had something to log.
+    """
+    return Run(policy_of(name, seed), setup, is_oracle=name == ORACLE).go(traffic)
+
+
+def heading() -> str:
+    """The head of a table of ``row``."""
+    return (
+        "| policy | tokens hit | of prompts | expected | TTFT p50 s | TTFT p99 s | mean s | max/mean load |\n"
+        "| --- | --- | --- | --- | --- | --- | --- | --- |"
+    )
+
+
+def row(name: str, figures: Figures) -> str:
+    """One policy's figures as a line of a table; ``expected`` is the share that it took to be cached."""
+    looks = name.split(":")[0] in (ORACLE, "kv-aware", "prefix-approximate")
+    expected = f"{figures.foreseen_tokens / max(1, figures.prompt_tokens):.1%}" if looks else "–"
+    p50, p99 = figures.ttft_quantile_s(0.5), figures.ttft_quantile_s(0.99)
+    return (
+        f"| {name} | {figures.hit_tokens:,} | {figures.hit_share:.1%} | {expected} "
+        f"| {p50:.2f} | {p99:.2f} | {sum(figures.ttft_s) / len(figures.ttft_s):.2f} | {figures.imbalance:.2f} |"
+    )
+
+
+def _traffics(options: argparse.Namespace) -> Iterator[Traffic]:
+    rng = random.Random(options.seed)
+    if options.trace is not None and "conversations" in options.traffic:
+        yield recorded(options.trace, requests=options.requests, speedup=options.speedup)
+    if "agents" in options.traffic:
+        yield tool_agents(rng, sessions=options.sessions)
+    if "groups" in options.traffic:
+        yield sample_groups(rng, groups=options.groups)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add = parser.add_argument
+    add(
+        "--trace", type=Path, help="recorded requests, JSON lines, perhaps compressed; without it that part is left out"
+    )
+    add("--requests", type=int, default=2000, help="of the trace, from the first")
+    add("--speedup", type=float, default=1.2, help="how much faster than recorded the trace is sent")
+    add("--sessions", type=int, default=300, help="of agents")
+    add("--groups", type=int, default=300, help="of samples")
+    add("--traffic", nargs="+", default=["conversations", "agents", "groups"], help="which of the three")
+    add("--policies", nargs="+", default=list(_ORDER), help="names, oracle, and kv-aware:SCALE")
+    add("--engines", type=int, default=8)
+    add(
+        "--cache-tokens",
+        type=int,
+        help="of one engine; 1,000,000 for the trace and 250,000 for the others if not given",
+    )
+    add("--page-tokens", type=int, default=64)
+    add("--prefill-tokens-per-s", type=float, default=10_000.0)
+    add("--decode-step-ms", type=float, default=25.0)
+    add("--event-delay-ms", type=float, default=10.0, help="from the end of a step until its events are applied")
+    add("--grain", type=int, default=4, help="tokens that a simulated one stands for")
+    add("--seed", type=int, default=1)
+    add("--http", action="store_true", help="compare a small traffic with real processes instead")
+    options = parser.parse_args()
+    for name in options.policies:
+        if name != ORACLE and name.split(":")[0] not in POLICIES:
+            parser.error(f"unknown policy {name!r}")
+    return options
+
+
+def main() -> None:
+    """Run every policy on every traffic, and print a table for each."""
+    options = _options()
+    logging.getLogger("forebay").addHandler(_Raise())
+    if options.http:
+        asyncio.run(measure_over_http(options.seed))
+        return
+    for traffic in _traffics(options):
+        setup = Setup(
+            engines=options.engines,
+            page_tokens=options.page_tokens,
+            cache_tokens=options.cache_tokens or (1_000_000 if traffic.name == "conversations" else 250_000),
+            prefill_tokens_per_s=options.prefill_tokens_per_s,
+            decode_step_s=options.decode_step_ms / 1000,
+            event_delay_s=options.event_delay_ms / 1000,
+            grain=options.grain,
+        )
+        print(f"\n{traffic.name}: {traffic.requests} requests; {traffic.about}; {setup}\n\n{heading()}", flush=True)
+        for name in options.policies:
+            print(row(name, run(name, traffic, setup, options.seed)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,422 @@
+"""Simulated engines and the real routing code on one virtual clock; for ``benchmarks.routing_quality``.
+
+What is real: the policies, fleet and bookings of ``routers``, the combination of events, prediction and guess of
+``gateway.prefixes``, hashing, codec and index of ``kv_events``, cache, scheduler and event encoding of the simulator.
+What is left out: sockets, HTTP, and all time that the gateway itself takes.
+"""
+
+import heapq
+import math
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, cast
+
+from backends.json_body import JsonBody
+from backends.types import EngineFacts, EngineKind, Worker
+from backends.upstream.base import Origin, UpstreamClient
+from benchmarks.routing_traffic import Traffic, Turn, token_ids
+from gateway.kv_view import KvView
+from gateway.prefixes import Prefixes
+from gateway.prompts import Prompt
+from gateway.tokens.service import PromptTokenizers
+from kv_events.codec import decode_batch
+from kv_events.hashing import pack_tokens
+from kv_events.index import PrefixIndex
+from kv_events.index_intake import RankIntake
+from kv_events.index_types import ApplyReport, Overlap
+from kv_events.types import BASE, Namespace
+from routers.base import Router
+from routers.fleet import Fleet, Member
+from routers.load import RankBooking
+from routers.types import Candidate, RankKey, RouteRequest
+from simulator.cache import PrefixCache
+from simulator.kv_encoding import SGLangFormat, pack_batch
+from simulator.kv_journal import KvJournal
+from simulator.scheduler import Limits, Scheduler
+from simulator.sequence import Sequence as EngineSequence
+from simulator.sequence import SequenceState
+from simulator.text import TokenSource
+
+_MODEL: Final = "model"
+_BODY: Final = JsonBody.parse(b"{}")
+_FORM: Final = SGLangFormat("0.5.23")
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Engines, all alike.
+
+    Attributes:
+        engines: How many.
+        page_tokens: Tokens of a block.
+        cache_tokens: Tokens that one engine's KV cache holds.
+        prefill_tokens_per_s: Prompt tokens that one engine computes per second.
+        chunk_tokens: Prompt tokens of one step at most.
+        decode_step_s: What decoding adds to a step.
+        max_running: Requests that one engine computes at once.
+        event_delay_s: From the end of a step until the gateway has applied what it tells of the cache.
+        grain: Tokens that one simulated token stands for, to save time; a step decodes as many at once, in as many
+            times the time of a step. Divides the sizes.
+        is_eager: Prompts are looked up in the cache as soon as they come, as the simulated server does it, rather than
+            when a step has room for them, as real engines do.
+    """
+
+    engines: int = 8
+    page_tokens: int = 64
+    cache_tokens: int = 1_000_000
+    prefill_tokens_per_s: float = 10_000.0
+    chunk_tokens: int = 4096
+    decode_step_s: float = 0.025
+    max_running: int = 128
+    event_delay_s: float = 0.01
+    grain: int = 4
+    is_eager: bool = False
+
+    @property
+    def cache_blocks(self) -> int:
+        """Blocks that one engine's cache holds."""
+        return self.cache_tokens // self.page_tokens
+
+    @property
+    def page_size(self) -> int:
+        """Simulated tokens of a block."""
+        return self.page_tokens // self.grain
+
+
+@dataclass(slots=True)
+class Figures:
+    """What came of one run.
+
+    Attributes:
+        ttft_s: From sending to the first token, of each request.
+        prompt_tokens: Of all requests.
+        hit_tokens: Of these, those that engines had in their caches.
+        foreseen_tokens: Those that the policy expected there.
+        busy: For each engine the requests there, as an integral over time.
+        route_cpu_s: CPU time of all choices, bookings and predictions.
+        span_s: Virtual time of the run.
+    """
+
+    ttft_s: list[float] = field(default_factory=list)
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    foreseen_tokens: int = 0
+    busy: list[float] = field(default_factory=list)
+    route_cpu_s: float = 0.0
+    span_s: float = 0.0
+
+    def ttft_quantile_s(self, share: float) -> float:
+        """The time that so large a share of the requests was within."""
+        ordered = sorted(self.ttft_s)
+        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+    @property
+    def hit_share(self) -> float:
+        """Part of the prompt tokens that was cached."""
+        return self.hit_tokens / max(1, self.prompt_tokens)
+
+    @property
+    def imbalance(self) -> float:
+        """Mean number of requests on the busiest engine over that on all."""
+        return max(self.busy) * len(self.busy) / (sum(self.busy) or math.inf)
+
+
+class Clock:
+    """Virtual time, and what is to happen in it, in an order that does not change."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+
+    def after(self, delay_s: float, call: Callable[[], None]) -> None:
+        """Call when so much time has passed; calls for one moment happen in the order in which they were asked for."""
+        self._count += 1
+        heapq.heappush(self._due, (self.now + delay_s, self._count, call))
+
+    def run(self) -> None:
+        """Let time pass until nothing is left to happen."""
+        while self._due:
+            self.now, _, call = heapq.heappop(self._due)
+            call()
+
+
+class _Answer(TokenSource):
+    """Tokens of an answer, which must differ between requests and cost little."""
+
+    __slots__ = ("_number",)
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def token(self, position: int) -> int:
+        """One of the 256 that are bytes."""
+        return 3 + (self._number >> (position % 4) * 8 & 0xFF)
+
+
+class VirtualEngine:
+    """One rank's cache and scheduler on the virtual clock.
+
+    Prompts wait in front of the scheduler until a step has room for their first tokens, and are looked up in the cache
+    then, as real engines do it; the scheduler alone would look as soon as they come.
+
+    Args:
+        clock: The time.
+        setup: Sizes and speeds.
+        on_batch: Gets each batch of events as its publisher would send it; ``None`` if nobody listens.
+        on_news: Told of a sequence that has its first token or has ended.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        setup: Setup,
+        on_batch: Callable[[bytes], None] | None,
+        on_news: Callable[[EngineSequence], None],
+    ) -> None:
+        self._clock = clock
+        self._chunk_tokens = setup.chunk_tokens // setup.grain
+        self._is_eager = setup.is_eager
+        self._on_batch = on_batch
+        self._on_news = on_news
+        self._journal = KvJournal(_FORM, setup.page_size) if on_batch is not None else None
+        self.cache = PrefixCache(setup.cache_blocks, setup.page_size, self._journal)
+        rate, step_s = setup.prefill_tokens_per_s / setup.grain, setup.decode_step_s * setup.grain
+        limits = Limits(setup.max_running, 0, self._chunk_tokens, rate, step_s)
+        self._scheduler = Scheduler(0, self.cache, limits, self._publish)
+        self._waiting: deque[EngineSequence] = deque()
+        self._prefilling: list[EngineSequence] = []
+        self._is_in_step = False
+
+    def submit(self, sequence: EngineSequence) -> None:
+        """Take a request."""
+        if self._is_eager:
+            self._scheduler.add(sequence, self._clock.now)
+        else:
+            self._waiting.append(sequence)
+        if not self._is_in_step:
+            self._begin()
+
+    def _begin(self) -> None:
+        now = self._clock.now
+        self._prefilling = [s for s in self._prefilling if not s.times.first_token and s.finish is None]
+        ahead = sum(len(s.prompt) - s.computed_tokens for s in self._prefilling)
+        while self._waiting and ahead < self._chunk_tokens:
+            sequence = self._waiting.popleft()
+            self._scheduler.add(sequence, now)
+            self._prefilling.append(sequence)
+            ahead += len(sequence.prompt) - sequence.computed_tokens
+        duration_s = self._scheduler.begin(now)
+        self._is_in_step = duration_s is not None
+        if duration_s is not None:
+            self._clock.after(duration_s, self._finish)
+
+    def _finish(self) -> None:
+        for sequence in self._scheduler.finish(self._clock.now):
+            if len(sequence.output) == 1 or sequence.state is SequenceState.FINISHED:
+                self._on_news(sequence)
+        self._is_in_step = False
+        self._begin()
+
+    def _publish(self) -> None:
+        if self._journal is not None and self._on_batch is not None:
+            events = self._journal.drain()
+            if events:
+                self._on_batch(pack_batch(_FORM, self._clock.now, events, 0))
+
+
+class Caches:
+    """Takes the place of the gateway's view of the caches, without sockets: one index, always trusted.
+
+    Args:
+        clock: The time.
+        delay_s: After which a batch is applied.
+        index: Where to.
+    """
+
+    follows_any = True
+
+    def __init__(self, clock: Clock, delay_s: float, index: PrefixIndex) -> None:
+        self._clock = clock
+        self._delay_s = delay_s
+        self.index = index
+        self.report = ApplyReport()
+
+    def add(self, key: RankKey, capacity_blocks: int) -> Callable[[bytes], None]:
+        """Follow a rank; what is returned takes its batches."""
+        self.index.add_rank(key, capacity_blocks=capacity_blocks)
+        intake = RankIntake(self.index, key)
+
+        def apply(payload: bytes) -> None:
+            for event in decode_batch(payload).events:
+                for _ in intake.apply(event, self._clock.now, self.report):
+                    pass
+
+        return lambda payload: self._clock.after(self._delay_s, lambda: apply(payload))
+
+    def is_trusted(self, key: RankKey) -> bool:
+        """Nothing is ever lost here."""
+        del key
+        return True
+
+    is_whole = is_trusted
+
+
+class SeenCaches(PrefixIndex):
+    """What the oracle has in place of an index: the caches themselves, looked at in the moment of the choice.
+
+    Attributes:
+        caches: By rank.
+        prompt: Tokens of the prompt that is about to be placed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.caches: dict[RankKey, PrefixCache] = {}
+        self.prompt: Sequence[int] = ()
+
+    def overlap(self, sequence_hashes: Sequence[int], namespace: Namespace = BASE) -> Overlap:
+        """Leading blocks of the prompt that engines have; its hashes say nothing that it does not."""
+        del sequence_hashes, namespace
+        return Overlap({key: cache.overlap_blocks(self.prompt) for key, cache in self.caches.items()})
+
+
+@dataclass(slots=True)
+class _Sent:
+    turn: Turn
+    at_s: float
+    booking: RankBooking
+    engine: int
+    has_answered: bool = False
+
+
+class Run:
+    """One policy in front of the engines.
+
+    Args:
+        policy: The real one.
+        setup: The engines.
+        is_oracle: It sees the caches themselves.
+        predicts: Blocks are assumed to be where a request with them was just sent.
+    """
+
+    def __init__(self, policy: Router, setup: Setup, *, is_oracle: bool = False, predicts: bool = True) -> None:
+        self._policy = policy
+        self._setup = setup
+        self._clock = Clock()
+        self._seen = SeenCaches() if is_oracle else None
+        self.caches = Caches(self._clock, setup.event_delay_s, self._seen or PrefixIndex())
+        self._fleet = Fleet()
+        self._prefixes = Prefixes(
+            policy.name,
+            cast(KvView, self.caches),
+            self._fleet,
+            cast(PromptTokenizers, None),
+            cast(UpstreamClient, None),
+            lambda: self._clock.now,
+            lambda worker: None,
+            predicts=predicts,
+        )
+        self._engines: list[VirtualEngine] = []
+        self._number_of: dict[RankKey, int] = {}
+        self._last_s = [0.0] * setup.engines
+        self._in_flight = [0] * setup.engines
+        self._sent = 0
+        self.figures = Figures(busy=[0.0] * setup.engines)
+        for number in range(setup.engines):
+            self._add_engine(f"engine-{number}", number)
+
+    def _add_engine(self, worker_id: str, number: int) -> None:
+        setup = self._setup
+        blocks = setup.cache_blocks
+        key = RankKey(worker_id, 0)
+        listens = self._seen is None and self._policy.name == "kv-aware"
+        engine = VirtualEngine(self._clock, setup, self.caches.add(key, blocks) if listens else None, self._news)
+        if self._seen is not None:
+            self._seen.caches[key] = engine.cache
+        url = f"http://{worker_id}"
+        member = Member(Worker(worker_id, url, Origin.from_url(url)))
+        member.identified(
+            EngineFacts(EngineKind.SGLANG, (0, 5, 23), "0.5.23", _MODEL, page_size=setup.page_size, kv_blocks=blocks)
+        )
+        self._fleet.add(member)
+        self._engines.append(engine)
+        self._number_of[key] = number
+
+    def go(self, traffic: Traffic) -> Figures:
+        """Send all of it, and let time pass until the last answer has ended."""
+        for turn in traffic.turns:
+            self._clock.after(turn.after_s, lambda turn=turn: self._send(turn, []))  # type: ignore[misc]
+        self._clock.run()
+        for number in range(len(self._engines)):
+            self._count(number, 0)
+        self.figures.span_s = self._clock.now
+        return self.figures
+
+    def _send(self, turn: Turn, context: list[int]) -> None:
+        """Place one request: the same steps as ``gateway.placement``, which wants an upstream client besides."""
+        tokens = [*context, *token_ids(turn.pieces, self._setup.grain)]
+        if self._seen is not None:
+            self._seen.prompt = tokens
+        packed = pack_tokens(array("I", tokens))
+        candidates = self._fleet.candidates(_MODEL)
+        started = time.thread_time()
+        prompt = Prompt({EngineKind.SGLANG: packed}, len(tokens), _BODY, _MODEL) if self._prefixes.are_wanted else None
+        candidate, booking, overlap_blocks = self._place(turn, prompt, len(tokens), candidates)
+        figures = self.figures
+        figures.route_cpu_s += time.thread_time() - started
+        figures.prompt_tokens += len(tokens) * self._setup.grain
+        figures.foreseen_tokens += overlap_blocks * self._setup.page_tokens
+        number = self._number_of[candidate.key]
+        self._count(number, 1)
+        self._sent += 1
+        output = -(-turn.output_tokens // self._setup.grain)
+        sent = _Sent(turn, self._clock.now, booking, number)
+        sequence = EngineSequence(f"r{self._sent}", tokens, output, _Answer(self._sent), sent)
+        self._engines[number].submit(sequence)
+
+    def _place(
+        self, turn: Turn, prompt: Prompt | None, tokens: int, candidates: Sequence[Candidate]
+    ) -> tuple[Candidate, RankBooking, int]:
+        if prompt is None:
+            request = RouteRequest(tokens, turn.session)
+        else:
+            request = self._prefixes.request(prompt, turn.session, candidates)
+        choice = self._policy.select(request, candidates)
+        blocks, load = choice.prompt, choice.candidate.load
+        if blocks is None:
+            booking = load.book(requests=1, blocks=-(-tokens // self._setup.page_size), prefill_tokens=tokens)
+        else:
+            booking = load.book(
+                requests=1,
+                blocks=blocks.capacity_blocks,
+                prefill_tokens=blocks.uncached_tokens(choice.overlap_blocks or 0),
+                block_hashes=blocks.sequence_hashes,
+            )
+        if prompt is not None:
+            self._prefixes.sent(prompt, choice)
+        return choice.candidate, booking, choice.overlap_blocks or 0
+
+    def _news(self, sequence: EngineSequence) -> None:
+        sent: _Sent = sequence.owner
+        if not sent.has_answered:
+            sent.has_answered = True
+            sent.booking.first_token()
+            self.figures.ttft_s.append(self._clock.now - sent.at_s)
+            self.figures.hit_tokens += sequence.cached_tokens * self._setup.grain
+        if sequence.state is SequenceState.FINISHED:
+            sent.booking.release()
+            self._count(sent.engine, -1)
+            following = sent.turn.then
+            if following is not None:
+                context = sequence.tokens
+                self._clock.after(following.after_s, lambda: self._send(following, context))
+
+    def _count(self, number: int, change: int) -> None:
+        now = self._clock.now
+        self.figures.busy[number] += self._in_flight[number] * (now - self._last_s[number])
+        self._last_s[number] = now
+        self._in_flight[number] += change
