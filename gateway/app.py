@@ -192,12 +192,12 @@ class Gateway:
 
     def _worker_changed(self, member: Member) -> None:
         self.services.metrics.worker_ready(member.worker.id, member.state is WorkerState.READY)
-        if self.services.fleet.get(member.worker.id) is None:
+        is_gone = self.services.fleet.get(member.worker.id) is None
+        if is_gone:
             self.kv.forget(member.worker.id)
+        if is_gone or self.kv.changed(member):
             self.services.prefixes.parity.forget(member.worker.id)
             self.services.prefixes.forget(member.worker.id)
-        else:
-            self.kv.changed(member)
         if member.is_paused:
             self.services.aborter.paused(member.worker.id)
         else:

@@ -78,20 +78,26 @@ class KvView:
 
     # Workers.
 
-    def changed(self, member: Member) -> None:
-        """Follow the sources of a worker whose facts are new, and tell them of its new life."""
+    def changed(self, member: Member) -> bool:
+        """Follow the sources of a worker whose facts are new, and tell them of its new life.
+
+        Returns:
+            Whether it is another process than before, so that all that is assumed of it is worthless.
+        """
         facts, worker_id = member.facts, member.worker.id
         if facts is None:
-            return
+            return False
         known = self._followed.get(worker_id)
-        if known is not None and _same_sources(known.facts, facts):
-            if known.facts.boot_id != facts.boot_id:
-                for subscriber in known.subscribers.values():
-                    subscriber.on_boot(facts.boot_id)
-            known.facts = facts
-            return
-        self.forget(worker_id)
-        self._follow(member, facts)
+        is_other = known is not None and known.facts.boot_id != facts.boot_id
+        if known is None or not _same_sources(known.facts, facts):
+            self.forget(worker_id)
+            self._follow(member, facts)
+            return is_other
+        if is_other:
+            for subscriber in known.subscribers.values():
+                subscriber.on_boot(facts.boot_id)
+        known.facts = facts
+        return is_other
 
     def forget(self, worker_id: str) -> None:
         """Follow a worker no more; its blocks leave the index."""

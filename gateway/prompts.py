@@ -59,7 +59,7 @@ class Prompt:
             if ids is not None:
                 found = block_hashes(ids, group.block_size, namespace, is_eagle=group.is_eagle)
             else:
-                found = list(text_blocks(self.text).sequence_hashes) if self.text else []
+                found = list(text_blocks(_mark(namespace) + self.text).sequence_hashes) if self.text else []
             self._hashes[key] = found
         return found
 
@@ -127,6 +127,11 @@ def namespace_of(body: JsonBody, model: str, facts: EngineFacts) -> Namespace | 
     if adapter is None and requested is not None and requested.startswith(f"{facts.model_id}:"):
         adapter = requested[len(facts.model_id) + 1 :] or None
     return Namespace(lora_name=adapter, salt=salt) if adapter or salt else BASE
+
+
+def _mark(namespace: Namespace) -> bytes:
+    """What keeps a text apart from the same one in other namespaces."""
+    return b"" if namespace == BASE else repr((namespace.lora_name, namespace.salt)).encode()
 
 
 def _text_of(body: JsonBody, name: str) -> str | None:

@@ -105,7 +105,7 @@ async def test_field_case_56_and_a8_7_pairs_of_tokens_are_found(context: zmq.Con
 async def test_field_case_58_announcements_that_differ_are_told_and_not_used(
     context: zmq.Context[zmq.Socket[bytes]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with scripted_fleet(context) as (engines, (publisher,), gateway):
+    async with scripted_fleet(context, health_interval_s=0.01) as (engines, (publisher,), gateway):
         prefixes = gateway.gateway.services.prefixes
         prefixes.parity = Parity(gateway.gateway.kv, gateway.gateway.kv_metrics.mismatch, check_after_s=0.02)
         worker = worker_of(engines[0])
@@ -124,6 +124,13 @@ async def test_field_case_58_announcements_that_differ_are_told_and_not_used(
         publisher.publish(stored(PROMPT, first_name=100))
         await known(gateway, engines[0], 2 * BLOCKS)
         assert placed(await generate(gateway, PROMPT))[1] == 0
+        # Another process is judged anew.
+        publisher.sent = []
+        announces(engines[0], publisher, random_seed=8)
+        await until(lambda: not prefixes.parity.is_mismatched(worker), "the worker has restarted")
+        publisher.publish(stored(PROMPT, first_name=500))
+        await known(gateway, engines[0], BLOCKS)
+        assert placed(await generate(gateway, PROMPT)) == (worker, BLOCKS)
 
 
 async def test_field_case_58_one_prompt_that_agrees_ends_the_check(
