@@ -4,6 +4,7 @@ import ast
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import get_type_hints
 
@@ -13,16 +14,28 @@ import gateway.errors
 from backends.errors import AnswerTooLarge, UpstreamError
 from gateway.access_log import AccessRecord, format_text
 from gateway.errors import ErrorReport, InvalidRequest, engine_failure, report_of
+from gateway.kv_silence import MIN_ANSWERS, SILENCE_S
 from gateway.options import Option
 from gateway.outcome import Outcome
+from gateway.prefixes import ENGINE_TOKENIZE_PAUSE_S, ENGINE_TOKENIZE_TIMEOUT_S, MIN_TEXT_BYTES
 from gateway.settings import NOT_YET, options
+from gateway.tokens.service import MAX_PENDING, THREADS, TIME_LIMIT_S
+from kv_events.index import CAPACITY_SLACK, DEFAULT_CAPACITY_BLOCKS
+from kv_events.orphans import MAX_BYTES, MAX_EVENTS
+from kv_events.sequence import SourceState
+from routers.assumed import APPROXIMATE_TTL_S, MAX_ASSUMPTIONS, MAX_BLOCKS
+from routers.cost import DEFAULT_COST, CostParameters, placement_cost
 from routers.errors import NoSuchRank, RoutingError
+from routers.kv_aware import CROWDED_ABOVE_MEAN, CROWDED_TIMES_MEAN
+from routers.prefix_approximate import CHUNK_BYTES
 from simulator.server import SimulatedEngine
 from tests.fakes.running import running_gateway
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
+KV_ROUTING = (ROOT / "docs/kv-routing.md").read_text("utf-8")
 OPERATING = (ROOT / "docs/operating.md").read_text("utf-8")
+IN_WORDS = {2: "two", 3: "three"}
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # Pairs of type and status that are given outside of gateway/errors.py.
@@ -226,3 +239,55 @@ def test_links_lead_somewhere(path: Path) -> None:
 def test_the_readme_leads_to_every_document() -> None:
     targets = set(links(ROOT / "README.md"))
     assert {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")} <= targets
+
+
+# --- routing by caches
+
+
+def test_the_parameters_of_the_cost_are_documented_with_their_defaults() -> None:
+    documented = {names(row[0])[0]: row[1] for row in table(KV_ROUTING, "The cost")}
+    assert documented == {field.name: str(field.default).lower() for field in fields(CostParameters)}
+
+
+def test_every_state_of_a_source_is_documented() -> None:
+    documented = [names(row[0])[0] for row in table(KV_ROUTING, "States of a source")]
+    assert sorted(documented) == sorted(SourceState)
+
+
+@pytest.mark.parametrize(
+    ("active_tokens", "decode_blocks", "cached", "said"),
+    [(0, 12, 0, "24.5"), (0, 12, 6, "18.5"), (100, 19, 6, "31.75")],
+)
+def test_the_worked_example_of_the_cost(active_tokens: int, decode_blocks: int, cached: int, said: str) -> None:
+    total = placement_cost(DEFAULT_COST, 16, 200, active_tokens, 0, decode_blocks, 0, cached)[0]
+    assert f"{total:g}" == said
+    assert re.search(rf"\b{re.escape(said)}\b", KV_ROUTING)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        f"below {MIN_TEXT_BYTES} bytes",
+        f"pieces of {CHUNK_BYTES} bytes",
+        f"asked again for {ENGINE_TOKENIZE_PAUSE_S:g} s",
+        f"at most {ENGINE_TOKENIZE_TIMEOUT_S:g} s; an engine",
+        f"{IN_WORDS[THREADS].capitalize()} threads; at most {TIME_LIMIT_S:g} s for a request, {MAX_PENDING} at once",
+        f"sent there in the last {APPROXIMATE_TTL_S:g} s",
+        f"at least {CROWDED_ABOVE_MEAN} requests more than the mean and {CROWDED_TIMES_MEAN:g} times the mean",
+        f"for {SILENCE_S:g} s, while its rank answered at least {IN_WORDS[MIN_ANSWERS]} prompts",
+        f"bounded by {CAPACITY_SLACK:g} times the blocks that its engine says it has, or {DEFAULT_CAPACITY_BLOCKS:,}",
+        f"{MAX_BLOCKS:,} blocks and {MAX_ASSUMPTIONS:,} requests each",
+        f"{MAX_EVENTS:,} events or {MAX_BYTES >> 20} MiB a source",
+    ],
+)
+def test_the_numbers_of_routing_by_caches_are_those_of_the_code(said: str) -> None:
+    assert said in " ".join(KV_ROUTING.split())
+
+
+def test_metrics_that_documents_name_exist() -> None:
+    listed = {name for row in table(OPERATING, "Metrics") for name in names(row[0])}
+    suffixes = ("_count", "_sum", "_bucket", "_*")
+    for document in DOCUMENTS:
+        for name in re.findall(r"\bforebay_(?:kv|route|rank)_[a-z_]+\*?", document.read_text("utf-8")):
+            known = name in listed or any(name.removesuffix(suffix) in listed for suffix in suffixes)
+            assert known or name.endswith("_*"), f"{document.name}: {name}"
