@@ -164,7 +164,7 @@ SHAPES: list[Any] = [
 async def test_a3_2_the_engine_sees_its_own_ids_and_the_client_its_own(
     front: RunningGateway, scripted: ScriptEngine, path: str, payload: bytes, is_stream: bool
 ) -> None:
-    """Mutations tried: ids of 16 digits; answers keep the ids that they came with."""
+    """Mutation tried: answers keep the ids that they came with."""
 
     async def script(request: SeenRequest, reply: Reply) -> None:
         if not is_stream:
