@@ -99,7 +99,7 @@ def shapes(*, sglang: bool, model: str, length: int = _LENGTH) -> list[Shape]:
 
 def ending(answer: Answer, *, streamed: bool) -> str:
     """How an answer ended: finish reasons, or the error, with the status where that is not 200."""
-    items = answer.events() if streamed else [answer.json()]
+    items = answer.events() if streamed and answer.status == 200 else [answer.json()]
     reasons: Counter[str] = Counter()
     for item in items:
         if isinstance(item, dict) and "error" in item:
@@ -120,14 +120,16 @@ class Bench:
         engine: Its URL.
         tries: Of each case.
         seed: Of the moments at which requests are cancelled.
+        shape: Part of the names of the requests that are cancelled.
     """
 
-    def __init__(self, gateway: str, engine: str, *, sglang: bool, tries: int, seed: int) -> None:
+    def __init__(self, gateway: str, engine: str, *, sglang: bool, tries: int, seed: int, shape: str = "") -> None:
         self.gateway = gateway
         self.engine = engine
         self.sglang = sglang
         self.tries = tries
         self.random = random.Random(seed)
+        self.shape = shape
         self.rows: list[Row] = []
 
     async def busy(self, wanted: int) -> None:
@@ -237,6 +239,8 @@ class Bench:
 async def cancels(bench: Bench) -> None:
     """Every shape, cancelled early, running and queued, by leaving and by the route."""
     for shape in shapes(sglang=bench.sglang, model=await bench.model()):
+        if bench.shape not in shape.name:
+            continue
         for phase in ("early", "running", "queued"):
             for closes in (True, False):
                 if phase == "early" and not closes:
@@ -328,7 +332,8 @@ async def deadline(bench: Bench) -> None:
 async def run(arguments: argparse.Namespace) -> int:
     """Run all cases that were asked for."""
     sglang = await is_sglang(arguments.engine)
-    bench = Bench(arguments.gateway, arguments.engine, sglang=sglang, tries=arguments.tries, seed=arguments.seed)
+    found = {name: getattr(arguments, name) for name in ("tries", "seed", "shape")}
+    bench = Bench(arguments.gateway, arguments.engine, sglang=sglang, **found)
     print("| case | tries | engine idle after, ms (median / max) | caller answered after, ms | endings | wrong |")
     print("| --- | --- | --- | --- | --- | --- |")
     parts = [deadline] if arguments.deadline else [cancels, abort_all, one_of_several, paused]
@@ -346,6 +351,7 @@ def main() -> int:
     parser.add_argument("--tries", type=int, default=5, help="of each case (default: 5)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments of cancelling (default: 0)")
     parser.add_argument("--only", choices=("cancels", "abort_all", "one_of_several", "paused"))
+    parser.add_argument("--shape", default="", help="only requests with this in their names, for --only cancels")
     parser.add_argument("--deadline", action="store_true", help="the gateway runs with --request-timeout-s 1")
     return asyncio.run(run(parser.parse_args()))
 
