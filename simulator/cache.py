@@ -84,17 +84,25 @@ class PrefixCache:
         num_blocks: Room.
         page_size: Tokens of a block.
         listener: Hears of every change.
+        stores: Keep blocks for later prompts; otherwise only room is counted.
         keeps_copies: Like vLLM, store a block once more when a request computes it although it was
             there; otherwise the one that is there is used.
     """
 
     def __init__(
-        self, num_blocks: int, page_size: int, listener: CacheListener | None = None, *, keeps_copies: bool = False
+        self,
+        num_blocks: int,
+        page_size: int,
+        listener: CacheListener | None = None,
+        *,
+        keeps_copies: bool = False,
+        stores: bool = True,
     ) -> None:
         self.num_blocks = num_blocks
         self.page_size = page_size
         self._listener = listener
         self._keeps_copies = keeps_copies
+        self._stores = stores
         self._roots: dict[Namespace, Block] = {}
         self._present = 0
         self._reserved = 0
@@ -163,7 +171,7 @@ class PrefixCache:
     def fill(self, lease: Lease, tokens: Sequence[int]) -> None:
         """Store the full blocks of ``tokens``, the lease's whole sequence so far."""
         start = len(lease.blocks)
-        if start >= len(tokens) // self.page_size:
+        if not self._stores or start >= len(tokens) // self.page_size:
             return
         parent = lease.blocks[-1] if lease.blocks else self._root(lease.namespace)
         stored: list[Block] = []
@@ -198,6 +206,19 @@ class PrefixCache:
         lease.reserved_blocks = 0
         self._unpin(lease.blocks)
         self._unpin(lease.copies)
+
+    def keep(self, lease: Lease, tokens: Sequence[int]) -> int:
+        """Store what is full of ``tokens`` and give back the room that they do not need.
+
+        Returns:
+            Blocks that the lease still holds, a last one that is not full included.
+        """
+        self.fill(lease, tokens)
+        needed = -(-len(tokens) // self.page_size)
+        spare = max(0, lease.reserved_blocks - max(0, needed - len(lease.blocks)))
+        lease.reserved_blocks -= spare
+        self._reserved -= spare
+        return len(lease.blocks) + lease.reserved_blocks
 
     def clear(self) -> None:
         """Forget every block; leases taken before must not be used any more."""

@@ -20,7 +20,7 @@ _VALUES: tuple[tuple[str, type, str], ...] = (
     ("port", int, "port to listen on; 0 lets the system choose"),
     ("engine", str, "engine kind: sglang or vllm"),
     ("model", str, "served model name"),
-    ("role", str, "regular (prefill, decode: not yet)"),
+    ("role", str, "regular, prefill or decode"),
     ("engine_version", str, "version that the engine claims instead of its own"),
     ("dp_size", int, "data-parallel ranks"),
     ("page_size", int, "tokens per cache block"),
@@ -58,7 +58,12 @@ _VALUES: tuple[tuple[str, type, str], ...] = (
     ("node_rank", int, "rank of this node (above 0: not yet)"),
     ("nnodes", int, "nodes (above 1: not yet)"),
     ("dist_init_addr", str, "address of the first node (not yet)"),
-    ("bootstrap_port", int, "bootstrap port that the engine reports"),
+    ("bootstrap_port", int, "where a prefill engine waits for decode engines; 0 lets the system choose"),
+    ("transfer_tokens_per_s", float, "prompt tokens sent from prefill to decode per second; 0 = no time"),
+    ("transfer_setup_ms", float, "vLLM: milliseconds until decode gets in touch with prefill"),
+    ("transfer_lease_s", float, "vLLM: seconds for which prefill keeps blocks that nobody fetches"),
+    ("transfer_timeout_s", float, "SGLang: seconds for which one half of a pair waits for the other"),
+    ("lost_prefill_s", float, "seconds until decode gives up a dead prefill; none = 14, 10 when connected, vLLM 5"),
 )
 _SWITCHES: tuple[tuple[str, str], ...] = (
     ("incremental_streaming_output", "stream deltas instead of everything so far"),

@@ -15,13 +15,15 @@ if TYPE_CHECKING:
 
 
 def handle_control(engine: SimulatedEngine, exchange: Exchange) -> None:
-    """Answer ``/_fault``, ``/_log``, ``/_cache``, ``/_reset``, ``/_die`` and ``/_restart``."""
+    """Answer ``/_fault``, ``/_log``, ``/_cache``, ``/_transfers``, ``/_reset``, ``/_die`` and ``/_restart``."""
     request = exchange.request
     key = (request.method, request.path)
     if key == ("GET", "/_log"):
         exchange.respond(200, orjson.dumps(engine.log.as_json()))
     elif key == ("GET", "/_cache"):
         exchange.respond(200, orjson.dumps(dump_caches(engine.core)))
+    elif key == ("GET", "/_transfers"):
+        exchange.respond(200, orjson.dumps(engine.transfers))
     elif key == ("GET", "/_fault"):
         exchange.respond(200, orjson.dumps({"faults": engine.fault_list}))
     elif key == ("POST", "/_fault"):

@@ -15,13 +15,13 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
-from simulator.cache import CacheListener, PrefixCache
 from simulator.driver import RankDriver
+from simulator.handoff import Handoff
 from simulator.kv_publisher import KvPublisher
 from simulator.log import AbortEntry, EngineLog
 from simulator.options import EngineOptions
-from simulator.scheduler import Limits, Scheduler
-from simulator.sequence import Sequence, SequenceState
+from simulator.ranks import make_schedulers
+from simulator.sequence import Finish, Sequence, SequenceState
 from simulator.text import TokenSource
 from simulator.timers import Timers
 
@@ -87,25 +87,11 @@ class Core:
         self._held: list[_Live] = []
         self._next_rank = 0
         self._on_idle: list[Callable[[], None]] = []
-        limits = Limits(
-            max_running=options.max_running,
-            max_queued=options.max_queued,
-            chunked_prefill_tokens=options.chunked_prefill_tokens,
-            prefill_tokens_per_s=options.prefill_tokens_per_s,
-            decode_step_s=options.inter_token_ms / 1000,
-            stores_while_decoding=options.engine == "vllm",
-        )
+        self.handoff: Handoff | None = None
+        """What the role adds; set once, before any request, by whoever made the core."""
         self.publisher = publisher
-        self.schedulers = [self._make_scheduler(rank, limits) for rank in range(options.dp_size)]
+        self.schedulers = make_schedulers(options, publisher)
         self._drivers = [RankDriver(loop, s, options.speedup, self._deliver) for s in self.schedulers]
-
-    def _make_scheduler(self, rank: int, limits: Limits) -> Scheduler:
-        options = self.options
-        publisher = None if self.publisher is None else self.publisher.ranks[rank]
-        journal: CacheListener | None = None if publisher is None else publisher.journal
-        keeps_copies = options.engine == "vllm"
-        cache = PrefixCache(options.num_blocks, options.page_size, journal, keeps_copies=keeps_copies)
-        return Scheduler(rank, cache, limits) if publisher is None else Scheduler(rank, cache, limits, publisher.flush)
 
     # -- counts ----------------------------------------------------------------------------------
 
@@ -116,8 +102,13 @@ class Core:
 
     @property
     def waiting(self) -> int:
-        """Sequences in the ranks' queues."""
-        return sum(scheduler.waiting for scheduler in self.schedulers)
+        """Sequences in the ranks' queues, those that wait for another engine included."""
+        return sum(self.waiting_on(scheduler.rank) for scheduler in self.schedulers)
+
+    def waiting_on(self, rank: int) -> int:
+        """Return how many of them are ``rank``'s."""
+        staged = 0 if self.handoff is None else self.handoff.waiting(rank)
+        return self.schedulers[rank].waiting + staged
 
     @property
     def held(self) -> int:
@@ -131,8 +122,18 @@ class Core:
 
     @property
     def is_busy(self) -> bool:
-        """Whether any rank has work."""
+        """Whether any rank has work, or a request waits for another engine."""
+        return self.is_computing or (self.handoff is not None and self.handoff.is_busy)
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether any scheduler has work."""
         return any(scheduler.running or scheduler.waiting for scheduler in self.schedulers)
+
+    @property
+    def pinned_blocks(self) -> int:
+        """Blocks of ended sequences that are kept for another engine."""
+        return 0 if self.handoff is None else self.handoff.pinned_blocks
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -162,7 +163,8 @@ class Core:
 
     def run_aside(self, generation: Generation, sequence: Sequence, rank: int | None = None) -> None:
         """Run a sequence that no client can name, for instance of a health check."""
-        self._enqueue(sequence, self._pick_rank(rank))
+        sequence.rank = self._pick_rank(rank, sequence)
+        self._enqueue(sequence)
 
     def probe_sequence(self, owner: Generation) -> Sequence:
         """Return a one-token sequence of a health check."""
@@ -226,7 +228,7 @@ class Core:
         self.log.add_abort(AbortEntry(self.timers.now(), "fault", "", False, True, tuple(hit)))
 
     def _abort_in_schedulers(self, matches: Callable[[Sequence], bool]) -> list[str]:
-        hit: list[str] = []
+        hit = [] if self.handoff is None else [s.rid for s in self.handoff.abort(matches)]
         for driver in self._drivers:
             ended, marked = driver.scheduler.abort(matches, self.timers.now())
             driver.deliver_soon(ended)
@@ -278,6 +280,8 @@ class Core:
 
     def clear_caches(self) -> None:
         """Empty the caches; only while nothing runs."""
+        if self.handoff is not None:
+            self.handoff.release_pins()
         for scheduler in self.schedulers:
             scheduler.cache.clear()
         if self.publisher is not None:
@@ -286,11 +290,55 @@ class Core:
     def stop(self) -> None:
         """Stop all ranks and timers; nothing is delivered any more."""
         self.timers.close()
+        if self.handoff is not None:
+            self.handoff.stop()
         for driver in self._drivers:
             driver.stop()
         self._live.clear()
         self._held.clear()
         self._on_idle.clear()
+
+    # -- for the role ----------------------------------------------------------------------------
+
+    def schedule(self, sequence: Sequence) -> None:
+        """Give ``sequence`` to the scheduler of its rank."""
+        assert sequence.rank is not None
+        driver = self._drivers[sequence.rank]
+        if not driver.scheduler.add(sequence, self.timers.now()):
+            driver.deliver_soon([sequence])
+        driver.wake()
+
+    def end(self, sequence: Sequence, finish: Finish) -> None:
+        """End a sequence that no scheduler has, and tell its caller soon."""
+        assert sequence.rank is not None
+        if sequence.finish is None:
+            sequence.end(finish)
+        sequence.finish = finish
+        sequence.state = SequenceState.FINISHED
+        sequence.times.finished = self.timers.now()
+        self.release(sequence)
+        self._drivers[sequence.rank].deliver_soon([sequence])
+
+    def release(self, sequence: Sequence) -> None:
+        """Give back the blocks of an ended sequence."""
+        assert sequence.rank is not None
+        driver = self._drivers[sequence.rank]
+        driver.scheduler.release(sequence)
+        driver.wake()
+
+    def conclude(self, sequence: Sequence) -> None:
+        """Tell the caller of an ended sequence."""
+        entry = self._entry_of(sequence)
+        if entry is not None:
+            del self._live[sequence.rid]
+        generation: Generation = sequence.owner
+        sequence.owner = None  # no cycle is left for the collector
+        generation.on_finished(sequence)
+        if self._on_idle and not self.is_busy:
+            waiting, self._on_idle = self._on_idle, []
+            for callback in waiting:
+                callback()
+        self.log.changed()
 
     # -- inside ----------------------------------------------------------------------------------
 
@@ -298,7 +346,9 @@ class Core:
         entry = self._live.get(sequence.rid)
         return entry if entry is not None and entry.sequence is sequence else None
 
-    def _pick_rank(self, rank: int | None) -> int:
+    def _pick_rank(self, rank: int | None, sequence: Sequence) -> int:
+        if rank is None and self.handoff is not None:
+            rank = self.handoff.rank_of(sequence)
         if rank is not None:
             return rank
         picked = self._next_rank
@@ -316,18 +366,16 @@ class Core:
 
     def _dispatch(self, entry: _Live) -> None:
         entry.is_dispatched = True
-        entry.rank = self._pick_rank(entry.rank)
+        entry.rank = self._pick_rank(entry.rank, entry.sequence)
         entry.sequence.rank = entry.rank
         entry.dispatched_s = entry.sequence.times.dispatched = self.timers.now()
-        self._enqueue(entry.sequence, entry.rank)
+        self._enqueue(entry.sequence)
         if entry.has_client_left:
             self._poll_later(entry)
 
-    def _enqueue(self, sequence: Sequence, rank: int) -> None:
-        driver = self._drivers[rank]
-        if not driver.scheduler.add(sequence, self.timers.now()):
-            driver.deliver_soon([sequence])
-        driver.wake()
+    def _enqueue(self, sequence: Sequence) -> None:
+        if self.handoff is None or not self.handoff.holds(sequence):
+            self.schedule(sequence)
 
     def _poll_later(self, entry: _Live) -> None:
         period = self.options.unary_disconnect_poll_s
@@ -342,19 +390,10 @@ class Core:
 
     def _deliver(self, sequence: Sequence) -> None:
         self.last_output_s = self.timers.now()
-        generation: Generation = sequence.owner
         if sequence.state is SequenceState.FINISHED:
-            entry = self._entry_of(sequence)
-            if entry is not None:
-                del self._live[sequence.rid]
-            sequence.owner = None  # no cycle is left for the collector
-            generation.on_finished(sequence)
-            if self._on_idle and not self.is_busy:
-                waiting, self._on_idle = self._on_idle, []
-                for callback in waiting:
-                    callback()
-            self.log.changed()
-        else:
-            if sequence.is_streamed:
-                generation.on_progress(sequence)
-            self.log.changed()
+            if self.handoff is None or not self.handoff.keeps(sequence):
+                self.conclude(sequence)
+                return
+        elif sequence.is_streamed:
+            sequence.owner.on_progress(sequence)
+        self.log.changed()

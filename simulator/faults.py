@@ -20,6 +20,14 @@ a fault has kept or spoilt at ``kv``, except after these:
 - ``renumber``: this batch is number 0 and past ones are forgotten, the cache is not.
 - ``restart``: the engine restarts and the batch is lost.
 
+The point ``transfer``, matched by ``rid`` only, is where the two engines of a prefill/decode pair meet: on
+prefill when the blocks are to be sent, on decode when they are to be asked for.
+
+- ``hang``: it is never begun. ``delay:MS``: it is begun later. ``fail``: it fails at once.
+- ``drop``: on one side it looks done and the other hears nothing of it. A prefill engine of SGLang has sent and
+  decode waits for ever; one of vLLM cuts the connection. A decode engine of SGLang lets prefill go and waits for
+  ever; one of vLLM goes on without telling prefill, which keeps the blocks until its lease ends.
+
 Without ``match.path``, the points after ``connect`` strike generation requests only, so that a
 gateway's probes do not use them up.
 """
@@ -43,6 +51,7 @@ _ALLOWED: dict[str, tuple[str, ...]] = {
     "abort": ("hang", "reset", "close", "status", "garbage", "delay", "ignore", "restart"),
     "kv": _KV_KINDS,
     "replay": ("ignore",),
+    "transfer": ("hang", "drop", "delay", "fail"),
 }
 _KINDS = tuple(dict.fromkeys(kind for kinds in _ALLOWED.values() for kind in kinds))
 _KV_POINTS = ("kv", "replay")
@@ -122,6 +131,8 @@ def parse_fault(raw: object) -> Fault:
         raise FaultError(f"{point!r} is matched by 'dp_rank' only")
     if point not in _KV_POINTS and "dp_rank" in match:
         raise FaultError("'match.dp_rank' is for KV events only")
+    if point == "transfer" and set(match) - {"rid"}:
+        raise FaultError("'transfer' is matched by 'rid' only")
     if point == "connect" and match:
         raise FaultError("'connect' happens before there is a request to match")
     body = raw.get("body")
@@ -137,7 +148,9 @@ def _parse_point(at: object) -> tuple[str, int]:
         return "event", int(at[6:])
     if isinstance(at, str) and at in _ALLOWED and at != "event":
         return at, 0
-    raise FaultError(f"unknown 'at': {at!r}; known: connect, headers, first_event, event:N, end, abort, kv, replay")
+    raise FaultError(
+        f"unknown 'at': {at!r}; known: connect, headers, first_event, event:N, end, abort, kv, replay, transfer"
+    )
 
 
 def _parse_kind(do: object) -> tuple[str, int]:

@@ -9,7 +9,7 @@ from typing import Protocol
 from simulator.core import Core
 from simulator.exchange import Exchange
 from simulator.faulting import EventWriter
-from simulator.sequence import Sequence
+from simulator.sequence import Finish, Sequence
 
 
 def _nothing() -> None:
@@ -155,11 +155,15 @@ class WarmUp:
 
     is_stream = False
 
-    def __init__(self, core: Core, exchange: Exchange, proceed: Callable[[], None]) -> None:
+    def __init__(
+        self, core: Core, exchange: Exchange, proceed: Callable[[], None], failed: Callable[[Finish], None]
+    ) -> None:
         self.sequences: Seq[Sequence] = ()
         self._core = core
         self._exchange = exchange
         self._proceed = proceed
+        self._failed = failed
+        self._failure: Finish | None = None
         self._open = 0
 
     def start(self, sequences: Seq[Sequence], rank: int | None) -> None:
@@ -174,7 +178,13 @@ class WarmUp:
         """Do nothing."""
 
     def on_finished(self, sequence: Sequence) -> None:
-        """Go on after the last one if the client is still there."""
+        """Go on after the last one if the client is still there, or tell it why not."""
         self._open -= 1
-        if not self._open and not self._exchange.is_over:
+        if sequence.finish is not None and sequence.finish.status_code is not None:
+            self._failure = sequence.finish
+        if self._open or self._exchange.is_over:
+            return
+        if self._failure is None:
             self._proceed()
+        else:
+            self._failed(self._failure)

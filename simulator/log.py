@@ -117,14 +117,36 @@ class KvBatchEntry:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
+@dataclass(frozen=True, slots=True)
+class TransferEntry:
+    """One thing that happened between the engines of a prefill/decode pair.
+
+    ``room`` is SGLang's room or the id that vLLM's prefill gave the request. ``event`` is, on SGLang,
+    ``waiting``, ``joined``, ``computed``, ``sent``, ``received`` or ``failed``; on vLLM ``pinned``, ``asked``
+    (decode is in touch), ``fetched``, ``expired``, ``late`` (fetched after that, or never known) or ``failed``.
+    """
+
+    at_s: float
+    event: str
+    rid: str
+    room: int | str | None
+    dp_rank: int | None
+    tokens: int
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the entry as ``GET /_log`` shows it."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
 class EngineLog:
-    """The four lists, each bounded to ``limit`` entries; ``on_change`` is called after every change."""
+    """The five lists, each bounded to ``limit`` entries; ``on_change`` is called after every change."""
 
     def __init__(self, limit: int, on_change: Callable[[], None]) -> None:
         self.requests: deque[RequestEntry] = deque(maxlen=limit)
         self.aborts: deque[AbortEntry] = deque(maxlen=limit)
         self.disconnects: deque[DisconnectEntry] = deque(maxlen=limit)
         self.kv_batches: deque[KvBatchEntry] = deque(maxlen=limit)
+        self.transfers: deque[TransferEntry] = deque(maxlen=limit)
         self.changed = on_change
         self._numbers = 0
 
@@ -153,12 +175,18 @@ class EngineLog:
         self.kv_batches.append(entry)
         self.changed()
 
+    def add_transfer(self, entry: TransferEntry) -> None:
+        """Append something that happened to a transfer."""
+        self.transfers.append(entry)
+        self.changed()
+
     def clear(self) -> None:
         """Forget all entries; numbers go on."""
         self.requests.clear()
         self.aborts.clear()
         self.disconnects.clear()
         self.kv_batches.clear()
+        self.transfers.clear()
         self.changed()
 
     def requests_to(self, path: str) -> list[RequestEntry]:
@@ -176,4 +204,5 @@ class EngineLog:
             "aborts": [entry.as_json() for entry in self.aborts],
             "disconnects": [entry.as_json() for entry in self.disconnects],
             "kv_batches": [entry.as_json() for entry in self.kv_batches],
+            "transfers": [entry.as_json() for entry in self.transfers],
         }

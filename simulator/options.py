@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+ROLES = ("regular", "prefill", "decode")
 _VERSIONS = {"sglang": "0.5.23", "vllm": "0.32.0"}
 
 
@@ -26,7 +27,7 @@ class EngineOptions:
     engine: str = "sglang"
     model: str = "model"
     role: str = "regular"
-    """``regular``; ``prefill`` and ``decode`` are refused until the transfer is simulated."""
+    """``regular``, ``prefill`` or ``decode``."""
     engine_version: str | None = None
     """``None``: the version that the simulation was made after."""
     dp_size: int = 1
@@ -104,6 +105,17 @@ class EngineOptions:
     nnodes: int = 1
     dist_init_addr: str | None = None
     bootstrap_port: int = 8998
+    """Where a prefill engine waits for decode engines; ``0`` lets the system choose."""
+    transfer_tokens_per_s: float = 0.0
+    """Prompt tokens whose blocks are sent from prefill to decode per second; ``0`` means at once."""
+    transfer_setup_ms: float = 5.0
+    """vLLM: milliseconds from a request's arrival at decode to its first contact with prefill."""
+    transfer_lease_s: float = 30.0
+    """vLLM: seconds for which prefill keeps blocks that nobody fetches."""
+    transfer_timeout_s: float = 300.0
+    """SGLang: seconds for which one half of a pair waits for the other."""
+    lost_prefill_s: float | None = None
+    """Seconds until decode gives up a prefill engine that is dead; ``None``: as measured, see ``--help``."""
 
     def __post_init__(self) -> None:
         """Refuse values that cannot work.
@@ -123,11 +135,18 @@ class EngineOptions:
             "dynamic_batch_tokenizer_ms",
             "sse_keepalive_interval_s",
             "death_grace_s",
+            "transfer_tokens_per_s",
+            "transfer_setup_ms",
+            "transfer_lease_s",
+            "transfer_timeout_s",
         ):
             if getattr(self, name) < 0:
                 raise OptionError(f"{_flag(name)} must not be negative")
-        if not 0 <= self.port <= 65535:
-            raise OptionError("--port must be between 0 and 65535")
+        for name in ("port", "bootstrap_port"):
+            if not 0 <= getattr(self, name) <= 65535:
+                raise OptionError(f"{_flag(name)} must be between 0 and 65535")
+        if self.lost_prefill_s is not None and self.lost_prefill_s < 0:
+            raise OptionError("--lost-prefill-s must not be negative")
         if self.vocab_size < 259:
             raise OptionError("--vocab-size must be at least 259: 3 special tokens and 256 bytes")
         if self.speedup <= 0:
@@ -186,8 +205,8 @@ def _flag(name: str) -> str:
 def _refuse_unfinished(options: EngineOptions) -> None:
     if options.engine not in _VERSIONS:
         raise OptionError(f"--engine {options.engine}: unknown, known are {', '.join(_VERSIONS)}")
-    if options.role != "regular":
-        raise OptionError(f"--role {options.role}: not yet, this release simulates regular engines only")
+    if options.role not in ROLES:
+        raise OptionError(f"--role {options.role}: unknown, known are {', '.join(ROLES)}")
     if options.node_rank != 0 or options.nnodes != 1 or options.dist_init_addr is not None:
         raise OptionError(
             "--node-rank, --nnodes and --dist-init-addr: not yet, this release simulates single nodes only"

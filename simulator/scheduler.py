@@ -43,6 +43,7 @@ class Totals:
     prefill_busy_s: float = 0.0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    transferred_tokens: int = 0
     generated_tokens: int = 0
     finished: int = 0
     aborted: int = 0
@@ -232,11 +233,19 @@ class Scheduler:
             sequence.computed_tokens = lease.cached_tokens
             if not sequence.retractions:
                 sequence.cached_tokens = lease.cached_tokens
+                if sequence.remote_cached_tokens is not None:
+                    self._take_over(sequence, sequence.remote_cached_tokens)
                 self.totals.prompt_tokens += len(tokens)
                 self.totals.cached_tokens += lease.cached_tokens
                 sequence.times.started = now
             sequence.state = SequenceState.RUNNING
             self._prefilling.append(sequence)
+
+    def _take_over(self, sequence: Sequence, remote_cached_tokens: int) -> None:
+        # Another engine has computed the prompt; the step for its last token makes the first output token.
+        sequence.cached_tokens = remote_cached_tokens
+        sequence.computed_tokens = max(sequence.computed_tokens, len(sequence.prompt) - 1)
+        self.totals.transferred_tokens += len(sequence.prompt) - (sequence.lease.cached_tokens if sequence.lease else 0)
 
     def _finish_prefill(self, plan: list[tuple[Sequence, int]], news: list[Sequence], now: float) -> None:
         changed = False
@@ -263,8 +272,9 @@ class Scheduler:
         if not sequence.times.first_token:
             sequence.times.first_token = now
         if sequence.first_finish is not None:
-            sequence.output.append(sequence.source.token(0))
-            sequence.end(sequence.first_finish)
+            was_fine = sequence.first_finish.kind is not FinishKind.ABORT
+            finish = ABORTED if sequence.is_aborting and was_fine else sequence.first_finish
+            sequence.end_with(sequence.source.token(0), finish)
             return
         if not sequence.max_new_tokens:
             sequence.end(Finish(FinishKind.LENGTH))
@@ -281,6 +291,13 @@ class Scheduler:
         self.totals.finished += 1
         if finish.kind is FinishKind.ABORT:
             self.totals.aborted += 1
+        if sequence.lease is not None and sequence.keeps_lease and finish.kind is not FinishKind.ABORT:
+            self.cache.keep(sequence.lease, self._computed(sequence))
+        else:
+            self.release(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """Give back what ``sequence``, which has ended, holds of the cache."""
         if sequence.lease is not None:
             self.cache.release(sequence.lease, self._computed(sequence))
             sequence.lease = None

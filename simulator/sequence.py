@@ -44,6 +44,8 @@ class Finish:
     message: str = ""
     status_code: int | None = None
     err_type: str | None = None
+    length: int | None = None
+    """The length that answers show; ``None``: the tokens produced."""
     is_short: bool = False
 
 
@@ -112,6 +114,14 @@ class Sequence:
     """Text so far; of a unary sequence without stop strings only at the end."""
     decoder: TextDecoder = field(default_factory=TextDecoder)
     rank: int | None = None
+    transfer: Any = None
+    """What the engine's role has to know of the other half of a pair; ``None``: there is none."""
+    transfer_result: dict[str, Any] | None = None
+    """What a vLLM answer tells about the blocks that wait for the other half."""
+    remote_cached_tokens: int | None = None
+    """Tokens that the engine which computed the prompt had cached; ``None``: it is computed here."""
+    keeps_lease: bool = False
+    """Leave the lease to the engine's role at the end, unless that is an abort."""
     cached_tokens: int = 0
     computed_tokens: int = 0
     """Leading tokens of prompt and output whose cache entries exist."""
@@ -168,6 +178,13 @@ class Sequence:
             self.text += self.decoder.flush()
         else:
             self.text = decode(self.output[: len(self.output) - self.hidden_tokens])
+
+    def end_with(self, token: int, finish: Finish) -> None:
+        """Take a last token, whatever it is; one that comes with an abort has no text."""
+        self.output.append(token)
+        if finish.kind is not FinishKind.ABORT and (self.is_streamed or self.stop.strings):
+            self.text += self.decoder.feed(token)
+        self._end(finish)
 
     def end(self, finish: Finish) -> None:
         """End from outside, for instance by an abort."""

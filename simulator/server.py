@@ -30,8 +30,8 @@ from simulator.http_server import Connection
 from simulator.kv_publisher import KvPublisher
 from simulator.log import DisconnectEntry, EngineLog, RequestEntry
 from simulator.options import EngineOptions
+from simulator.roles import make_sglang, make_vllm, open_peer_port
 from simulator.sglang.routes import SGLangApi
-from simulator.vllm.engine import VllmCore
 from simulator.vllm.routes import VllmApi
 
 _T = TypeVar("_T")
@@ -162,17 +162,26 @@ class SimulatedEngine:
             self._publisher = None
 
     def _boot(self) -> None:
-        if self.options.kv_events is not None:
-            self._publisher = KvPublisher(self.options, self._loop, self._faults, self.log, self.restart)
+        listener = open_peer_port(self.options, self._loop)
+        if listener is not None:
             # A restart finds the same ports again.
+            self.options = replace(self.options, bootstrap_port=listener.port)
+        if self.options.kv_events is not None:
+            try:
+                self._publisher = KvPublisher(self.options, self._loop, self._faults, self.log, self.restart)
+            except OSError:
+                if listener is not None:
+                    listener.close()
+                raise
             self.options = self._publisher.options
+        parts = (self.options, self._loop, self.log, self._publisher, self._faults, listener)
         if self.options.engine == "vllm":
-            core = VllmCore(self.options, self._loop, self.log, self._publisher)
+            core = make_vllm(*parts, die=self.die)
             self._core = core
             self._runner = FaultRunner(self._faults, core.timers, self.restart)
             self._api = VllmApi(core, self._runner)
         else:
-            self._core = Core(self.options, self._loop, self.log, self._publisher)
+            self._core = make_sglang(*parts)
             self._runner = FaultRunner(self._faults, self._core.timers, self.restart)
             self._api = SGLangApi(self._core, self._runner)
         if self._publisher is not None:
@@ -215,6 +224,24 @@ class SimulatedEngine:
     def held(self) -> int:
         """Sequences registered but not dispatched (paused engine)."""
         return self._core.held
+
+    @property
+    def pinned_blocks(self) -> int:
+        """Blocks of ended requests that a vLLM prefill engine keeps for decode."""
+        return self._core.pinned_blocks
+
+    @property
+    def live_rooms(self) -> list[Any]:
+        """Rooms, or vLLM's fetches, that are in use."""
+        return [room.get("room", room.get("request_id")) for room in self.transfers["rooms"]]
+
+    @property
+    def transfers(self) -> dict[str, Any]:
+        """What ``GET /_transfers`` shows: rooms, fetches and pinned blocks."""
+        handoff = self._core.handoff
+        if handoff is None:
+            return {"role": self.options.role, "rooms": [], "pinned": [], "pinned_blocks": 0}
+        return handoff.describe()
 
     @property
     def open_connections(self) -> int:

@@ -143,7 +143,7 @@ class _HealthProbe:
         self.sequences: Seq[Sequence] = ()
         self.sequences = (core.probe_sequence(self),)
         core.timers.after(self._period_s, self._look)
-        if not core.is_busy:
+        if not core.is_computing:
             core.run_aside(self, self.sequences[0], 0)
 
     def on_progress(self, sequence: Sequence) -> None:

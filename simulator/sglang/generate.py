@@ -28,27 +28,34 @@ from simulator.sglang.generate_request import (
 from simulator.text import TokenSource
 
 _DONE = b"data: [DONE]\n\n"
+# Prefill ends with one token, whatever it is, and says a length of 0.
+_PREFILLED = Finish(FinishKind.LENGTH, length=0)
 
 
 def answer_context(core: Core) -> Context:
     """Return what answers need to know about the engine."""
     options = core.options
-    return Context(core.weight_version, options.dp_size > 1, options.vocab_size, core.epoch_offset_s)
+    is_decode = options.role == "decode"
+    return Context(core.weight_version, options.dp_size > 1, options.vocab_size, core.epoch_offset_s, is_decode)
 
 
 def make_sequences(core: Core, prompts: Seq[PromptSpec], owner: Any, *, is_streamed: bool) -> list[Sequence]:
     """Return the sequences of a request, all samples of a prompt next to each other."""
     now = core.timers.now()
+    is_prefill = core.options.role == "prefill"
     sequences = []
     for spec in prompts:
         sampling, returns = spec.sampling, spec.returns
         grammar = sampling.grammar_error
+        first_finish = None if grammar is None else _bad_grammar(grammar)
+        if is_prefill and spec.max_new_tokens and first_finish is None:
+            first_finish = _PREFILLED
         for sample, rid in enumerate(spec.rids):
             sequences.append(
                 Sequence(
                     rid=rid,
                     prompt=spec.prompt if grammar is None else spec.prompt[:1],
-                    max_new_tokens=spec.max_new_tokens,
+                    max_new_tokens=min(1, spec.max_new_tokens) if is_prefill else spec.max_new_tokens,
                     source=TokenSource(core.options.seed, spec.prompt, sampling.seed, sample),
                     owner=owner,
                     namespace=spec.namespace,
@@ -57,7 +64,8 @@ def make_sequences(core: Core, prompts: Seq[PromptSpec], owner: Any, *, is_strea
                     match_limit=returns.logprob_start if returns.logprob_start >= 0 else None,
                     is_streamed=is_streamed,
                     keeps_output_when_retracted=is_streamed,
-                    first_finish=None if grammar is None else _bad_grammar(grammar),
+                    first_finish=first_finish,
+                    transfer=spec.room,
                     times=Times(received=now),
                 )
             )
@@ -69,9 +77,15 @@ def start_after_warm_up(core: Core, exchange: Exchange, request: GenerateRequest
     if all(len(spec.rids) == 1 for spec in request.prompts):
         go()
         return
-    warm_up = WarmUp(core, exchange, go)
+
+    def failed(finish: Finish) -> None:
+        status = finish.status_code or 500
+        exchange.respond(status, errors.object_error(finish.message, str(status), status))
+
+    warm_up = WarmUp(core, exchange, go, failed)
+    source = TokenSource(0, (), None, 0)
     sequences = [
-        Sequence(fresh_rid(), spec.prompt, 0, TokenSource(0, (), None, 0), warm_up, spec.namespace, spec.session_id)
+        Sequence(fresh_rid(), spec.prompt, 0, source, warm_up, spec.namespace, spec.session_id, transfer=spec.room)
         for spec in request.prompts
     ]
     warm_up.start(sequences, request.dp_rank)

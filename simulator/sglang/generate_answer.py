@@ -26,6 +26,8 @@ class Context:
     has_ranks: bool
     vocab_size: int
     epoch_offset_s: float
+    is_decode: bool = False
+    """The answers of a pair's decode half lack what its prefill half knows."""
 
 
 @dataclass(slots=True)
@@ -43,7 +45,7 @@ def finish_reason(finish: Finish | None, produced: int) -> dict[str, Any] | None
     if finish is None:
         return None
     if finish.kind is FinishKind.LENGTH:
-        return {"type": "length", "length": produced}
+        return {"type": "length", "length": produced if finish.length is None else finish.length}
     if finish.kind is FinishKind.STOP:
         return {"type": "stop", "matched": finish.matched}
     if finish.is_short:
@@ -99,12 +101,14 @@ def _meta(s: Sequence, returns: Returns, context: Context, sent: Sent, start: in
         "prompt_tokens": len(s.prompt),
         "weight_version": context.weight_version,
         "num_retractions": s.retractions,
-        "storage_prefetch_wait": 0.0,
-        "storage_staging_wait": 0.0,
-        "forward_entry_time": offset + times.started,
-        "prefill_finished_time": offset + (times.prefilled or times.first_token),
-        "queue_time": times.started - times.queued if times.started > times.queued else 0.0,
     }
+    if times.started:
+        if not context.is_decode:
+            meta |= {"storage_prefetch_wait": 0.0, "storage_staging_wait": 0.0}
+        meta["forward_entry_time"] = offset + times.started
+        if not context.is_decode:
+            meta["prefill_finished_time"] = offset + (times.prefilled or times.first_token)
+    meta["queue_time"] = times.started - times.queued if times.started > times.queued else 0.0
     if returns.logprob:
         _add_logprobs(meta, s, returns, context, sent, start)
     meta["reasoning_tokens"] = 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
@@ -17,6 +17,7 @@ from simulator.api import FatalRequest
 from simulator.cache import BASE, Namespace
 from simulator.options import EngineOptions
 from simulator.sglang.errors import BodyError, InvalidRequest, field_error
+from simulator.sglang.rooms import Room, rooms_of
 from simulator.sglang.sampling import DEFAULT_SAMPLING, Sampling, parse_sampling, wrong_type
 from simulator.text import encode
 
@@ -50,6 +51,7 @@ class PromptSpec:
     returns: Returns
     namespace: Namespace = BASE
     session_id: str | None = None
+    room: Room | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,19 +151,37 @@ def parse_generate(raw: Mapping[str, Any], options: EngineOptions) -> GenerateRe
     if raw.get("lora_path"):
         raise InvalidRequest(f"LoRA adapter '{raw['lora_path']}' was requested, but LoRA is not enabled.")
     rank = dp_rank(raw, options)
-    specs = []
+    specs: list[PromptSpec] = []
     for index, prompt in enumerate(prompts):
         returns = _returns(raw, index, options)
         limit = check_lengths(prompt, per_prompt[index].max_new_tokens, options)
         _check_positions(prompt, returns)
         names = namespace_of(raw, index)
         specs.append(PromptSpec(prompt, rids[index], per_prompt[index], limit, returns, names, session_of(raw)))
+    specs = with_rooms(raw, options, specs)
     stream = wants_stream(raw)
     if not stream:
         for item in per_prompt:
             if item.grammar_error:
                 raise InvalidRequest(item.grammar_error)
     return GenerateRequest(tuple(specs), is_batch or n > 1, stream, rank)
+
+
+def with_rooms(raw: Mapping[str, Any], options: EngineOptions, specs: list[PromptSpec]) -> list[PromptSpec]:
+    """Return ``specs`` as an engine with a role takes them: with the rooms where its pairs meet.
+
+    Raises:
+        InvalidRequest: A room is missing.
+        FatalRequest: Deadly to the engine.
+    """
+    if options.role == "regular":
+        return specs
+    rooms = rooms_of(raw, options, [spec.rids[0] for spec in specs])
+    met = [replace(spec, room=room) for spec, room in zip(specs, rooms, strict=True)]
+    if options.role == "prefill":
+        return met
+    # Of the prompt only prefill knows log-probabilities.
+    return [replace(spec, returns=replace(spec.returns, logprob_start=-1)) for spec in met]
 
 
 def check_lengths(prompt: Seq[int], max_new_tokens: int | None, options: EngineOptions) -> int:

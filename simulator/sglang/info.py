@@ -56,7 +56,7 @@ def _server_arguments(core: Core) -> dict[str, Any]:
         "chunked_prefill_size": options.chunked_prefill_tokens,
         "schedule_policy": "fcfs",
         "page_size": options.page_size,
-        "disable_radix_cache": False,
+        "disable_radix_cache": options.role == "decode",
         "dist_init_addr": options.dist_init_addr,
         "nnodes": options.nnodes,
         "node_rank": options.node_rank,
@@ -87,13 +87,17 @@ def _server_arguments(core: Core) -> dict[str, Any]:
         "kv_events_config": _publisher_config(options),
         "load_publish_endpoint": None,
         "enable_lora": None,
-        "disaggregation_mode": "null",
+        "disaggregation_mode": _mode(options),
         "disaggregation_transfer_backend": "mooncake",
         "disaggregation_bootstrap_port": options.bootstrap_port,
         "enable_dynamic_batch_tokenizer": options.dynamic_batch_tokenizer_ms > 0,
         "enable_return_hidden_states": False,
         "enable_pd_role_switch": False,
     }
+
+
+def _mode(options: EngineOptions) -> str:
+    return "null" if options.role == "regular" else options.role
 
 
 def _publisher(options: EngineOptions) -> dict[str, Any] | None:
@@ -124,7 +128,7 @@ def _publisher_config(options: EngineOptions) -> str | None:
 
 def model_info(core: Core) -> dict[str, Any]:
     """Return the body of ``/model_info``."""
-    model = core.options.model
+    model, is_decode = core.options.model, core.options.role == "decode"
     return {
         "model_path": model,
         "served_model_name": model,
@@ -135,7 +139,7 @@ def model_info(core: Core) -> dict[str, Any]:
         "load_format": "auto",
         "reasoning_parser": None,
         "tool_call_parser": None,
-        "disaggregation_mode": "null",
+        "disaggregation_mode": _mode(core.options),
         "has_image_understanding": False,
         "has_audio_understanding": False,
         "model_type": "qwen2",
@@ -144,7 +148,7 @@ def model_info(core: Core) -> dict[str, Any]:
             "family": "none",
             "enabled": core.options.is_embedding,
             "matryoshka_dimensions": [],
-            "cache": {"kv_cache_disabled": False, "radix_cache_disabled": False, "chunked_prefill_disabled": False},
+            "cache": {"kv_cache_disabled": False, "radix_cache_disabled": is_decode, "chunked_prefill_disabled": False},
         },
     }
 
@@ -188,7 +192,7 @@ def _load(core: Core, scheduler: Scheduler, sections: set[str]) -> dict[str, Any
         "timestamp": time.time(),
         "dp_rank": scheduler.rank,
         "num_running_reqs": scheduler.running,
-        "num_waiting_reqs": scheduler.waiting,
+        "num_waiting_reqs": core.waiting_on(scheduler.rank),
         "num_waiting_uncached_tokens": waiting_tokens,
         "num_used_tokens": used,
         "num_total_tokens": used + waiting_tokens,
@@ -202,15 +206,18 @@ def _load(core: Core, scheduler: Scheduler, sections: set[str]) -> dict[str, Any
         "utilization": scheduler.running / options.max_running,
         "total_prefill_uncached_tokens": totals.prefill_tokens,
         "total_prefill_busy_us": round(totals.prefill_busy_s * 1e6),
-        "decode_moments": [float(totals.decode_steps), float(totals.generated_tokens), 0.0, 0.0, 0.0, 0.0],
+        "decode_moments": None
+        if options.role == "prefill"
+        else [float(totals.decode_steps), float(totals.generated_tokens), 0.0, 0.0, 0.0, 0.0],
     }
     if sections & {"all", "memory"}:
         load["memory"] = {"weight_gb": 0.001, "kv_cache_gb": 0.002, "graph_gb": 0.0, "token_capacity": pool}
     if sections & {"all", "disagg"}:
         queues = ("prefill_bootstrap", "prefill_inflight", "decode_prealloc", "decode_transfer", "decode_retracted")
+        lengths = {} if core.handoff is None else core.handoff.queues(scheduler.rank)
         load["disaggregation"] = {
-            "mode": "null",
-            **{f"{name}_queue_reqs": 0 for name in queues},
+            "mode": _mode(options),
+            **{f"{name}_queue_reqs": lengths.get(name, 0) for name in queues},
             "kv_transfer_speed_gb_s": 0.0,
             "kv_transfer_latency_ms": 0.0,
         }

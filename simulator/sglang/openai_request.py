@@ -22,6 +22,7 @@ from simulator.sglang.generate_request import (
     fresh_rid,
     namespace_of,
     session_of,
+    with_rooms,
 )
 from simulator.sglang.sampling import Sampling, parse_sampling
 from simulator.text import encode
@@ -213,7 +214,7 @@ def _request(
             raise InvalidRequest("X-Data-Parallel-Rank must be an integer.")
         rank = dp_rank({"routed_dp_rank": int(rank_header)}, options)
     rid = raw.get("rid")
-    specs = []
+    specs: list[PromptSpec] = []
     for index, prompt in enumerate(prompts):
         limit = check_lengths(prompt, sampling.max_new_tokens, options)
         rids = tuple(fresh_rid() for _ in range(sampling.n))
@@ -221,6 +222,7 @@ def _request(
             rids = (rid if len(prompts) == 1 else f"{rid}_{index}",)
         names = namespace_of(raw, index)
         specs.append(PromptSpec(prompt, rids, sampling, limit, returns, names, session_of(raw)))
+    specs = with_rooms(raw, options, specs)
     return GenerateRequest(tuple(specs), len(specs) > 1 or sampling.n > 1, bool(raw.get("stream")), rank)
 
 

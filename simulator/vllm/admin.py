@@ -113,7 +113,7 @@ def handle_is_sleeping(core: VllmCore, exchange: Exchange) -> None:
 
 def handle_reset_prefix_cache(core: VllmCore, exchange: Exchange) -> None:
     """Forget the cache unless something runs."""
-    is_idle = not core.is_busy
+    is_idle = not core.is_busy and not core.pinned_blocks
     if is_idle:
         core.clear_caches()
     exchange.respond(200, orjson.dumps({"success": is_idle}))

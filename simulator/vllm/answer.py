@@ -195,7 +195,7 @@ def completion_body(request: VllmRequest, sequences: Seq[Sequence], context: Con
             "service_tier": None,
             "system_fingerprint": context.fingerprint,
             "usage": _unary_usage(request, sequences, None),
-            "kv_transfer_params": None,
+            "kv_transfer_params": sequences[-1].transfer_result,
             "ec_transfer_params": None,
             "metrics": None,
         }
@@ -238,7 +238,7 @@ def chat_body(request: VllmRequest, sequences: Seq[Sequence], context: Context) 
             "prompt_logprobs": prompt_logprobs(request, prompt, context),
             "prompt_token_ids": prompt if request.return_token_ids else None,
             "prompt_text": None,
-            "kv_transfer_params": None,
+            "kv_transfer_params": sequences[-1].transfer_result,
             "ec_transfer_params": None,
             "metrics": None,
         }
@@ -279,7 +279,7 @@ def generate_body(request: VllmRequest, sequences: Seq[Sequence], context: Conte
             "prompt_token_ids": prompt if request.return_token_ids else None,
             "mm_placeholders": None,
             "metrics": None,
-            "kv_transfer_params": None,
+            "kv_transfer_params": sequences[-1].transfer_result,
             "ec_transfer_params": None,
             "output_mode": request.output_mode,
             "choices": [generate_choice(request, i, s, 0, s.text, context) for i, s in enumerate(sequences)],

@@ -12,6 +12,7 @@ from simulator.kv_publisher import KvPublisher
 from simulator.log import AbortEntry, EngineLog
 from simulator.options import EngineOptions
 from simulator.sequence import ABORTED, Finish, FinishKind, Sequence, SequenceState
+from simulator.vllm.connector import Connector
 from simulator.vllm.errors import ENGINE_DEAD
 
 DEAD = Finish(FinishKind.ABORT, message=ENGINE_DEAD, status_code=500)
@@ -40,6 +41,7 @@ class VllmCore(Core):
         self.started_s = time.time()
         self.is_sleeping = False
         self.is_dying = False
+        self.connector: Connector | None = None
 
     @property
     def open_requests(self) -> int:
@@ -67,6 +69,11 @@ class VllmCore(Core):
         hit = self._abort_in_schedulers(lambda s: abort_all or s.name == rid)
         self._note_abort(rid, source, hit, abort_all=abort_all)
 
+    def release_remote(self, params: object) -> None:
+        """Tell the prefill engine that ``params`` name to give up its blocks: the request was refused."""
+        if self.connector is not None:
+            self.connector.release_remote(params)
+
     def begin_death(self) -> float:
         """End everything with the error of a dead engine; returns how long the server lives on."""
         self.is_dying = True
@@ -89,6 +96,8 @@ class VllmCore(Core):
             entry.sequence.state = SequenceState.FINISHED
             self._drivers[0].deliver_soon([entry.sequence])
             ended.append(entry.sequence)
+        if self.handoff is not None:
+            ended += self.handoff.abort(matches, finish)
         for driver in self._drivers:
             gone, _ = driver.scheduler.abort(matches, now, at_once=finish)
             driver.deliver_soon(gone)

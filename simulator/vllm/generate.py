@@ -72,6 +72,7 @@ def make_sequences(core: VllmCore, parsed: VllmRequest, owner: Any, *, is_stream
                 owner=owner,
                 namespace=parsed.namespace,
                 session_id=parsed.session_id,
+                transfer=parsed.transfer,
                 stop=sampling.stop,
                 match_limit=None if sampling.prompt_logprobs is None else 0,
                 is_streamed=is_streamed,
@@ -153,11 +154,13 @@ def _handle(
     body: Body,
     make_renderer: Callable[[VllmRequest, Context], stream.VllmRenderer],
 ) -> None:
+    raw: dict[str, Any] = {}
     try:
         raw = load_body(exchange.request.body, exchange.request.header(b"content-type"))
         parsed = parse(raw, given_id(exchange, raw), core.options, core.context_tokens)
         rank = rank_of(exchange, core.options)
     except errors.RequestError as exc:
+        core.release_remote(raw.get("kv_transfer_params"))
         exchange.respond(exc.status, exc.body)
         return
     note_request(exchange, parsed)

@@ -9,6 +9,7 @@ import orjson
 
 from simulator.exchange import Exchange
 from simulator.options import parse_endpoint
+from simulator.scheduler import Scheduler
 from simulator.sequence import FinishKind
 from simulator.vllm.engine import VllmCore, fresh_id
 from simulator.vllm.request import adapters, served_models
@@ -150,11 +151,12 @@ def metrics(core: VllmCore) -> bytes:
     model = core.options.model
     ranks = [({"engine": str(s.rank), "model_name": model}, s) for s in core.schedulers]
     held = core.held
-    waiting = [s.waiting + (held if not s.rank else 0) for s in core.schedulers]
+    deferred = [core.waiting_on(s.rank) - s.waiting for s in core.schedulers]
+    queued = [s.waiting + (held if not s.rank else 0) for s in core.schedulers]
     page.add("vllm:num_requests_running", "gauge", [(labels, s.running) for labels, s in ranks])
-    page.add("vllm:num_requests_waiting", "gauge", [(labels, waiting[s.rank]) for labels, s in ranks])
-    reasons = [({**labels, "reason": "capacity"}, float(waiting[s.rank])) for labels, s in ranks]
-    reasons += [({**labels, "reason": "deferred"}, 0.0) for labels, _ in ranks]
+    page.add("vllm:num_requests_waiting", "gauge", [(labels, queued[s.rank] + deferred[s.rank]) for labels, s in ranks])
+    reasons = [({**labels, "reason": "capacity"}, float(queued[s.rank])) for labels, s in ranks]
+    reasons += [({**labels, "reason": "deferred"}, float(deferred[s.rank])) for labels, s in ranks]
     page.add("vllm:num_requests_waiting_by_reason", "gauge", reasons)
     page.add(
         "vllm:kv_cache_usage_perc",
@@ -165,6 +167,12 @@ def metrics(core: VllmCore) -> bytes:
     page.add("vllm:prefix_cache_queries_total", "counter", [(labels, t.prompt_tokens) for labels, t in totals])
     page.add("vllm:prefix_cache_hits_total", "counter", [(labels, t.cached_tokens) for labels, t in totals])
     page.add("vllm:prompt_tokens_total", "counter", [(labels, t.prompt_tokens) for labels, t in totals])
+    page.add("vllm:prompt_tokens_by_source_total", "counter", _by_source(ranks))
+    if core.connector is not None:
+        pins, labels = core.connector.pins, ranks[0][0]
+        expired, late = (0, 0) if pins is None else (pins.expired_requests, pins.late_notifications)
+        page.add("vllm:nixl_num_kv_expired_reqs_total", "counter", [(labels, expired)])
+        page.add("vllm:nixl_num_notifications_after_expiry_total", "counter", [(labels, late)])
     page.add("vllm:generation_tokens_total", "counter", [(labels, t.generated_tokens) for labels, t in totals])
     page.add("vllm:num_preemptions_total", "counter", [(labels, 0.0) for labels, _ in ranks])
     # Aborts are not counted as such, on purpose: the real counter stayed 0 through aborts and disconnects.
@@ -174,6 +182,17 @@ def metrics(core: VllmCore) -> bytes:
     page.add("vllm:engine_sleep_state", "gauge", _sleep_states(core, ranks[0][0]))
     page.add("vllm:cache_config_info", "gauge", [(_cache_labels(core, s.rank), 1.0) for _, s in ranks])
     return ("\n".join(page.lines) + "\n").encode()
+
+
+def _by_source(ranks: list[tuple[dict[str, str], Scheduler]]) -> list[tuple[dict[str, str], float]]:
+    samples: list[tuple[dict[str, str], float]] = []
+    for labels, scheduler in ranks:
+        totals = scheduler.totals
+        computed = totals.prompt_tokens - totals.cached_tokens - totals.transferred_tokens
+        samples.append(({**labels, "source": "local_compute"}, computed))
+        samples.append(({**labels, "source": "local_cache_hit"}, totals.cached_tokens))
+        samples.append(({**labels, "source": "external_kv_transfer"}, totals.transferred_tokens))
+    return samples
 
 
 def _cache_labels(core: VllmCore, rank: int) -> dict[str, str]:

@@ -14,6 +14,7 @@ from simulator.text import encode
 from simulator.vllm import fields as schema
 from simulator.vllm.errors import RequestError, invalid, refused_value, unknown_model
 from simulator.vllm.sampling import Sampling, parse_sampling
+from simulator.vllm.transfer import Transfer, parse_transfer
 
 Raw = Mapping[str, Any]
 
@@ -34,6 +35,7 @@ class VllmRequest:
     continuous_usage: bool = False
     return_token_ids: bool = False
     session_id: str | None = None
+    transfer: Transfer | None = None
     echo: bool = False
     prompt_texts: tuple[str, ...] = ()
     as_token_ids: bool = False
@@ -229,6 +231,8 @@ def _request(
         continuous_usage=include_usage and bool(stream_options.get("continuous_usage_stats")),
         return_token_ids=bool(fields.get("return_token_ids")),
         session_id=fields.get("session_id"),
+        # Without a connector the field is read and has no meaning.
+        transfer=None if options.role == "regular" else parse_transfer(fields.get("kv_transfer_params")),
     )
 
 

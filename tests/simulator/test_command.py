@@ -30,7 +30,9 @@ def test_every_option_can_be_given_and_names_its_default() -> None:
     ("arguments", "message"),
     [
         (["--engine", "other"], "unknown, known are sglang, vllm"),
-        (["--role", "prefill"], "not yet"),
+        (["--role", "router"], "unknown"),
+        (["--bootstrap-port", "65536"], "--bootstrap-port"),
+        (["--lost-prefill-s", "-1"], "--lost-prefill-s"),
         (["--kv-events", "*:5557"], "tcp://HOST:PORT"),
         (["--kv-events", "ipc:///kv"], "tcp://HOST:PORT"),
         (["--kv-events", "tcp://*:65535", "--dp-size", "2"], "no port is left"),
