@@ -10,7 +10,7 @@ from backends.json_body import JsonBody
 from backends.types import EngineFacts, EngineKind
 from gateway.envelope import Envelope
 from gateway.routes import Dialect, Route
-from kv_events.hashing import block_hashes, parse_ids
+from kv_events.hashing import block_hashes, parse_ids, parse_plain_ids
 from kv_events.types import BASE, Namespace
 from routers.prefix_approximate import CHUNK_BYTES, text_blocks
 from routers.types import BlockGroup
@@ -71,14 +71,17 @@ def prompt_in_ids(route: Route, envelope: Envelope, model: str) -> Prompt | None
     if field_name is None or any(body.text(name) for name in _MEDIA):
         return None
     text = body.text(field_name)
-    if not text.startswith(b"[") or b'"' in text:
+    if field_name in body.id_counts:
+        ids = parse_plain_ids(text)
+    elif not text.startswith(b"[") or b'"' in text:
         return None
-    try:
-        if _LIST_OF_LISTS.match(text):
-            text = bytes(max(_items.decode(text), key=len))
-        ids = parse_ids(text)
-    except (ValueError, msgspec.DecodeError):
-        return None
+    else:
+        try:
+            if _LIST_OF_LISTS.match(text):
+                text = bytes(max(_items.decode(text), key=len))
+            ids = parse_ids(text)
+        except (ValueError, msgspec.DecodeError):
+            return None
     tokens = envelope.prompt_tokens or len(ids) // 4
     return Prompt(dict.fromkeys(EngineKind, ids), tokens, body, model)
 

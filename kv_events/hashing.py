@@ -165,6 +165,14 @@ def parse_ids(raw: bytes) -> bytes:
     return _parse_any(raw)
 
 
+def parse_plain_ids(raw: bytes) -> bytes:
+    """Read what is known to be a JSON list of ids, at least one, each of at most nine digits; nothing is checked.
+
+    Reading short numbers alone takes half as long as checking them and reading long ones.
+    """
+    return np.fromstring(raw[1:-1], dtype=np.uint32, sep=",").astype("<u4", copy=False).tobytes()
+
+
 def _is_strict(raw: bytes) -> bool:
     """Tell whether digits, commas and spaces in brackets are a list as JSON writers make it."""
     text = np.frombuffer(raw, np.uint8)

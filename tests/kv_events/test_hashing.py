@@ -8,7 +8,15 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_events.hashing import block_hashes, local_hashes, namespace_seed, pack_tokens, parse_ids, sequence_hashes
+from kv_events.hashing import (
+    block_hashes,
+    local_hashes,
+    namespace_seed,
+    pack_tokens,
+    parse_ids,
+    parse_plain_ids,
+    sequence_hashes,
+)
 from kv_events.types import BASE, Namespace
 
 TWELVE = pack_tokens(range(1, 13))
@@ -214,6 +222,12 @@ def test_long_lists_are_read_and_checked_to_the_end(separator: str) -> None:
         for wrong in ("", "007", "1 2"):
             with pytest.raises(ValueError, match=r"."):
                 parse_ids(f"[{separator.join([*words[:index], wrong, *words[index + 1 :]])}]".encode())
+
+
+@given(ids=st.lists(st.integers(0, 999_999_999), min_size=1), separator=st.sampled_from([",", ", "]))
+def test_plain_lists_are_read_the_same_way(ids: list[int], separator: str) -> None:
+    raw = f"[{separator.join(map(str, ids))}]".encode()
+    assert parse_plain_ids(raw) == parse_ids(raw)
 
 
 @settings(deadline=None)
