@@ -1,12 +1,15 @@
 """KV-aware routing in front of simulated engines of both kinds, each with a cache and events of its own."""
 
 import asyncio
+import json
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gateway.cli import main
 from gateway.prefixes import MIN_TEXT_BYTES
 from kv_events.hashing import pack_tokens
 from kv_events.index import PrefixIndex
@@ -17,7 +20,7 @@ from simulator.options import EngineOptions
 from simulator.server import SimulatedEngine
 from tests.fakes.kv_fleet import ANY_PORT, BLOCK, PROMPT, TEXT, Fleet, fleet
 from tests.fakes.running import TIME_SCALE, running_gateway, until
-from tests.fakes.script_engine import Reply, ScriptEngine, SeenRequest, script_engine
+from tests.fakes.script_engine import METADATA, Reply, ScriptEngine, SeenRequest, script_engine
 from tests.fakes.wire import Answer, call, request_bytes, wire
 
 BLOCKS = len(PROMPT) // BLOCK
@@ -166,6 +169,36 @@ async def test_field_case_64_a_protected_engine_s_events_are_found_with_its_key(
             assert gateway.gateway.kv.state(name, 0) == "off"
     finally:
         await engine.stop()
+
+
+async def test_field_case_83_ranks_are_chosen_among_those_that_each_worker_has() -> None:
+    async with script_engine() as small, script_engine() as large:
+        large.metadata["/server_info"] = {**METADATA["/server_info"], "dp_size": 8}
+        async with running_gateway(small.url, large.url, seed=1) as gateway:
+            body = {"input_ids": PROMPT}
+            for _ in range(40):
+                assert (await call(gateway.address, "/generate", body)).status == 200
+            answer = await call(gateway.address, "/generate", body, headers={"x-data-parallel-rank": "9"})
+            assert answer.status == 400
+            assert "valid ranks are 0 to 7" in answer.json()["error"]["message"]
+        ranks = {json.loads(seen.body).get("routed_dp_rank") for seen in large.requests}
+        assert ranks <= set(range(8))
+        assert len(ranks) > 1
+        assert {json.loads(seen.body).get("routed_dp_rank") for seen in small.requests} <= {None}
+
+
+async def test_forebay_explain_asks_a_running_gateway(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "request.json"
+    path.write_text(json.dumps({"input_ids": PROMPT}))
+    async with fleet(2) as f:
+        worker = placed(await f.generate(PROMPT))[0]
+        await f.settled()
+        assert await asyncio.to_thread(main, ["explain", "--url", f.gateway.url, str(path)]) == 0
+        head, *lines = capsys.readouterr().out.splitlines()
+        assert head.split()[:3] == ["WORKER", "RANK", "OVERLAP"]
+        (chosen,) = [line.split() for line in lines if line.startswith("*")]
+        assert chosen[1:4] == [worker, "0", f"{BLOCKS}/{BLOCKS}"]
+        assert lines[-1].startswith(f"to {worker} rank 0: the lowest cost")
 
 
 class Held:
