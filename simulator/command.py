@@ -148,6 +148,8 @@ async def serve(options: EngineOptions) -> None:
     await engine.start()
     try:
         sys.stdout.write(f"simulated {options.engine} engine on {engine.url}\n")
+        if options.role == "prefill":
+            sys.stdout.write(f"decode engines are waited for at port {engine.options.bootstrap_port}\n")
         sys.stdout.flush()
         await stopped.wait()
     finally:

@@ -2,7 +2,8 @@
 
 A request waits in its room until decode has joined it, is computed, and waits again until its blocks
 have been sent. If decode leaves before that, prefill does not notice: the request stays open until it
-is aborted, its client leaves, somebody else joins, or ``--transfer-timeout-s`` is over.
+is aborted, its client leaves, somebody else joins, or ``--transfer-timeout-s`` is over. For as long as
+that a room in which prefill failed stays closed: whoever uses its number again fails at once.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from simulator.peer_link import Link, Listener, Message
 from simulator.sequence import Finish, FinishKind, Sequence
 from simulator.sglang.rooms import ABORTED_BY_REQUEST, Room, prefill_failure
 
+_CLOSED = "the room has failed before"
 _DEAD = "Failed to get kvcache from prefill instance, it might be dead"
 
 
@@ -69,6 +71,7 @@ class PrefillRole:
         self._listener = listener
         self._meetings: dict[tuple[int, int], _Meeting] = {}
         self._senders: dict[int, _Sender] = {}
+        self._closed_rooms: set[tuple[int, int]] = set()
         listener.on_link = self._take_link
 
     @property
@@ -93,6 +96,9 @@ class PrefillRole:
             self._core.end(sequence, prefill_failure("bootstrap", sequence.rid, room.number, reason))
             return True
         key = (room.number, rank)
+        if key in self._closed_rooms:
+            self._core.end(sequence, prefill_failure("bootstrap", sequence.rid, room.number, _CLOSED))
+            return True
         meeting = self._meetings.setdefault(key, _Meeting(key))
         sender = self._senders[id(sequence)] = _Sender(sequence, meeting)
         meeting.senders.append(sender)
@@ -110,7 +116,7 @@ class PrefillRole:
         if sender is None:
             return False
         if sequence.finish is not None and sequence.finish.kind is FinishKind.ABORT:
-            self._leave(sender, _DEAD)
+            self._leave(sender, is_failed=True)
             return False
         sender.stage = _Stage.INFLIGHT
         self._arm(sender)
@@ -165,6 +171,7 @@ class PrefillRole:
         self._listener.close()
         self._meetings.clear()
         self._senders.clear()
+        self._closed_rooms.clear()
 
     # -- decode engines --------------------------------------------------------------------------
 
@@ -178,8 +185,11 @@ class PrefillRole:
             link.close()
             return
         key = (number, number % self._core.options.dp_size if rank is None else rank)
-        meeting = self._meetings.setdefault(key, _Meeting(key))
         link.send({"joined": True})
+        if key in self._closed_rooms:
+            link.send({"failed": _DEAD})
+            return
+        meeting = self._meetings.setdefault(key, _Meeting(key))
         if meeting.joiner is not None:
             return  # never served, as a second sample in one room is not
         meeting.joiner = link
@@ -241,23 +251,29 @@ class PrefillRole:
     def _complete(self, sender: _Sender) -> None:
         if id(sender.sequence) in self._senders:
             self._note("sent", sender)
-            self._leave(sender, None)
+            self._leave(sender, is_failed=False)
+            sender.sequence.times.finished = self._core.timers.now()
             self._core.release(sender.sequence)
             self._core.conclude(sender.sequence)
 
     def _fail(self, sender: _Sender, reason: str) -> None:
         stage = "transfer" if sender.stage is _Stage.INFLIGHT else "bootstrap"
         self._note("failed", sender)
-        self._leave(sender, _DEAD)
+        self._leave(sender, is_failed=True)
         self._core.end(sender.sequence, prefill_failure(stage, sender.sequence.rid, sender.room, reason))
 
-    def _leave(self, sender: _Sender, failure: str | None) -> None:
+    def _leave(self, sender: _Sender, *, is_failed: bool) -> None:
         del self._senders[id(sender.sequence)]
         sender.forget_deadline()
         meeting = sender.meeting
         meeting.senders.remove(sender)
-        if failure is not None and meeting.joiner is not None and not meeting.is_served:
-            meeting.joiner.send({"failed": failure})
+        if is_failed:
+            if meeting.joiner is not None and not meeting.is_served:
+                meeting.joiner.send({"failed": _DEAD})
+            options = self._core.options
+            self._closed_rooms.add(meeting.key)
+            closed_s = options.transfer_timeout_s / options.speedup
+            self._core.timers.after(closed_s, lambda: self._closed_rooms.discard(meeting.key))
         self._tidy(meeting)
 
     def _tidy(self, meeting: _Meeting) -> None:

@@ -64,7 +64,7 @@ class NaiveCache:
 
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=9)
-ACTIONS = st.lists(st.tuples(st.sampled_from(["start", "end"]), PROMPTS, st.integers(0, 5)), max_size=40)
+ACTIONS = st.lists(st.tuples(st.sampled_from(["start", "keep", "end"]), PROMPTS, st.integers(0, 5)), max_size=40)
 
 
 @settings(max_examples=300, deadline=None)
@@ -83,6 +83,9 @@ def test_against_a_naive_model(actions: list[tuple[str, list[int], int]]) -> Non
                 open_leases.append((lease, *expected, answer))
         elif open_leases:
             lease, held, reserved, answer = open_leases.pop(extra % len(open_leases))
+            if action == "keep":  # what is kept is given back at the end
+                assert cache.keep(lease, answer) == -(-len(answer) // PAGE)
+                assert lease.reserved_blocks == len(answer) % PAGE
             cache.release(lease, answer)
             naive.release(answer, held, reserved)
         assert cache.stored_blocks == len(naive.order)
@@ -90,6 +93,28 @@ def test_against_a_naive_model(actions: list[tuple[str, list[int], int]]) -> Non
     for lease, _, _, answer in open_leases:
         cache.release(lease, answer)
     assert cache.busy_blocks == 0
+
+
+def test_a_kept_lease_holds_what_its_tokens_need_and_no_more() -> None:
+    cache = PrefixCache(8, PAGE)
+    lease = cache.lease([1, 2, 3, 4, 5], BASE, match_tokens=0, total_tokens=15)
+    assert lease is not None
+    assert cache.busy_blocks == 8
+    assert cache.keep(lease, [1, 2, 3, 4, 5]) == cache.busy_blocks == 3
+    assert cache.keep(lease, [1, 2, 3, 4, 5]) == cache.busy_blocks == 3
+    assert cache.lease([9], BASE, match_tokens=0, total_tokens=12) is None
+    cache.release(lease, [1, 2, 3, 4, 5])
+    assert (cache.busy_blocks, cache.stored_blocks) == (0, 2)
+
+
+def test_a_cache_that_stores_nothing_counts_room() -> None:
+    cache = PrefixCache(4, PAGE, stores=False)
+    lease = cache.lease([1, 2, 3], BASE, match_tokens=3, total_tokens=6)
+    assert lease is not None
+    cache.fill(lease, [1, 2, 3, 4])
+    assert (cache.busy_blocks, cache.stored_blocks) == (3, 0)
+    cache.release(lease, [1, 2, 3, 4, 5, 6])
+    assert (cache.busy_blocks, cache.stored_blocks) == (0, 0)
 
 
 def test_pinned_blocks_stay_and_too_much_is_refused() -> None:

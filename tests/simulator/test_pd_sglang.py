@@ -176,6 +176,27 @@ async def test_a_restart_of_prefill_finds_its_port_again(start_engine: StartEngi
     assert (await both(pair, "/generate", at(pair[0], 17)))[1].status == 200
 
 
+async def test_a_room_that_failed_stays_closed(start_engine: StartEngine) -> None:
+    pair = await start_pair(start_engine)
+    pair[0].add_fault(at="transfer", do="fail")
+    for _ in range(2):
+        answers = await both(pair, "/generate", at(pair[0], 19))
+        assert [answer.status for answer in answers] == [500, 500]
+    assert "failed before" in answers[0].json()["message"]
+    assert_idle(*pair)
+
+
+async def test_several_samples_that_are_aborted_before_their_warm_up(start_engine: StartEngine) -> None:
+    pair = await start_pair(start_engine)
+    async with asyncio.TaskGroup() as group:
+        task = begin(group, pair[0], "/generate", at(pair[0], 23, params={"n": 2}))
+        await waits(pair[0], "prefill_bootstrap")
+        await ask(pair[0].port, "/abort_request", {"abort_all": True})
+    answer = parsed(task.result())
+    assert (answer.status, answer.json()["type"]) == (500, "500")
+    assert_idle(*pair)
+
+
 async def test_the_port_answers_http(start_engine: StartEngine) -> None:
     prefill, _ = await start_pair(start_engine, prefill={"dp_size": 2, "page_size": 8})
     port = prefill.options.bootstrap_port
