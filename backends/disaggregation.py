@@ -239,7 +239,6 @@ class PairMachine:
         if self._capability.is_early or event.at - self._answered_at <= self._times.max_handoff_age_s:
             return self._send_decode()
         self._decode_is_wanted = False
-        self._handoff = b""
         if self._number == MAX_PREFILLS:
             return [pair.Simple.ABANDONED, *self._fail(HANDOFF_EXPIRED)]
         return [pair.Simple.ABANDONED, *self._send_prefill(event.at)]
@@ -333,7 +332,6 @@ class PairMachine:
 
     def _enter_end(self) -> None:
         self._state = PairState.ENDED
-        self._decode_is_wanted = False
         self._held.clear()
         self._held_bytes = 0
         self._dues = Dues(tail=self._dues.tail)
