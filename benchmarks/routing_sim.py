@@ -301,6 +301,11 @@ class Run:
         setup: The engines.
         is_oracle: It sees the caches themselves.
         predicts: Blocks are assumed to be where a request with them was just sent.
+
+    Attributes:
+        caches: What the router knows by events.
+        engines: Those that it sends to.
+        figures: Of what was sent so far.
     """
 
     def __init__(self, policy: Router, setup: Setup, *, is_oracle: bool = False, predicts: bool = True) -> None:
@@ -320,7 +325,7 @@ class Run:
             lambda worker: None,
             predicts=predicts,
         )
-        self._engines: list[VirtualEngine] = []
+        self.engines: list[VirtualEngine] = []
         self._number_of: dict[RankKey, int] = {}
         self._last_s = [0.0] * setup.engines
         self._in_flight = [0] * setup.engines
@@ -343,15 +348,20 @@ class Run:
             EngineFacts(EngineKind.SGLANG, (0, 5, 23), "0.5.23", _MODEL, page_size=setup.page_size, kv_blocks=blocks)
         )
         self._fleet.add(member)
-        self._engines.append(engine)
+        self.engines.append(engine)
         self._number_of[key] = number
+
+    @property
+    def candidates(self) -> Sequence[Candidate]:
+        """The ranks, with what is booked on them."""
+        return self._fleet.candidates(_MODEL)
 
     def go(self, traffic: Traffic) -> Figures:
         """Send all of it, and let time pass until the last answer has ended."""
         for turn in traffic.turns:
             self._clock.after(turn.after_s, lambda turn=turn: self._send(turn, []))  # type: ignore[misc]
         self._clock.run()
-        for number in range(len(self._engines)):
+        for number in range(len(self.engines)):
             self._count(number, 0)
         self.figures.span_s = self._clock.now
         return self.figures
@@ -362,7 +372,7 @@ class Run:
         if self._seen is not None:
             self._seen.prompt = tokens
         packed = pack_tokens(array("I", tokens))
-        candidates = self._fleet.candidates(_MODEL)
+        candidates = self.candidates
         started = time.thread_time()
         prompt = Prompt({EngineKind.SGLANG: packed}, len(tokens), _BODY, _MODEL) if self._prefixes.are_wanted else None
         candidate, booking, overlap_blocks = self._place(turn, prompt, len(tokens), candidates)
@@ -376,7 +386,7 @@ class Run:
         output = -(-turn.output_tokens // self._setup.grain)
         sent = _Sent(turn, self._clock.now, booking, number)
         sequence = EngineSequence(f"r{self._sent}", tokens, output, _Answer(self._sent), sent)
-        self._engines[number].submit(sequence)
+        self.engines[number].submit(sequence)
 
     def _place(
         self, turn: Turn, prompt: Prompt | None, tokens: int, candidates: Sequence[Candidate]
