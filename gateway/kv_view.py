@@ -60,6 +60,7 @@ class KvView:
 
     Attributes:
         index: Which rank holds which prefix.
+        follows_any: Some source is followed; asked for with every request.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class KvView:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sweeper = IndexSweeper(self.index)
         self._followed: dict[str, _Followed] = {}
+        self.follows_any = False
 
     # Workers.
 
@@ -106,7 +108,11 @@ class KvView:
             return
         for subscriber in followed.subscribers.values():
             subscriber.close()
+        self._count_sources()
         self._counters.kv_forget(worker_id)
+
+    def _count_sources(self) -> None:
+        self.follows_any = any(followed.subscribers for followed in self._followed.values())
 
     def clear(self, worker_id: str) -> None:
         """A worker's cache is known to be empty, or worthless: forget its blocks, and go on following it."""
@@ -118,6 +124,11 @@ class KvView:
     def _follow(self, member: Member, facts: EngineFacts) -> None:
         worker_id = member.worker.id
         followed = self._followed[worker_id] = _Followed(facts)
+        self._subscribe(member, facts, followed)
+        self._count_sources()
+
+    def _subscribe(self, member: Member, facts: EngineFacts, followed: _Followed) -> None:
+        worker_id = member.worker.id
         try:
             sources = self._sources(member, facts)
             for source in sources:
@@ -193,11 +204,6 @@ class KvView:
         """What the index has is right for every source."""
         states = [state for followed in self._followed.values() for state in followed.states.values()]
         return all(state in TRUSTED for state in states)
-
-    @property
-    def follows_any(self) -> bool:
-        """Some source is followed."""
-        return any(followed.subscribers for followed in self._followed.values())
 
     def blocks(self, worker_id: str, dp_rank: int) -> int:
         """Blocks that the index has of a rank's device."""
