@@ -1,7 +1,8 @@
 """``python -m benchmarks.real_cancel GATEWAY_URL ENGINE_URL``: how long an engine works on after a cancelled request.
 
 By hand, against engines that run already: an SGLang or vLLM with room for two requests at once
-(``--max-running-requests 2``, ``--max-num-seqs 2``), and a gateway with this engine as its only worker. Nothing else
+(``--max-running-requests 2 --load-snapshot-publish-interval 1``, or ``--max-num-seqs 2``; vLLM can be paused with
+``VLLM_SERVER_DEV_MODE=1``), and a gateway with this engine as its only worker. Nothing else
 may use the engine. The engine's own counts of running and waiting requests are polled; a try is over when they are what
 they were before it and have stayed so. Prints a table in Markdown; exits with 1 if a try went wrong.
 
@@ -274,7 +275,8 @@ async def abort_all(bench: Bench) -> None:
 async def one_of_several(bench: Bench) -> None:
     """One item or sample of a unary request is aborted; the others come whole."""
     for shape in shapes(sglang=bench.sglang, model=await bench.model(), length=60):
-        if shape.samples == 1 or shape.is_streamed:
+        has_no_ids = shape.body.get("n", 1) > 1  # vLLM's samples
+        if shape.samples == 1 or shape.is_streamed or has_no_ids:
             continue
 
         async def one(row: Row, shape: Shape = shape) -> None:
