@@ -117,10 +117,16 @@ def subclasses(root: type[Exception]) -> Iterator[type[Exception]]:
             yield from subclasses(kind)
 
 
+# Nothing is served by pairs in this release, so nobody raises what these modules define.
+OF_PAIRS = ("backends.prefill_events", "backends.vllm.pd", "backends.sglang.pd", "routers.pair")
+
+
 def raised() -> Iterator[Exception]:
     yield ValueError()
     yield InvalidRequest("x")
     for kind in {*subclasses(UpstreamError), *subclasses(RoutingError)}:
+        if kind.__module__ in OF_PAIRS:
+            continue
         if issubclass(kind, AnswerTooLarge):
             yield kind(1)
         elif issubclass(kind, NoSuchRank):
