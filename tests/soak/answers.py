@@ -59,7 +59,7 @@ def read_answer(plan: Plan, answer: Answer) -> Reading:
     try:
         if plan.is_http and answer.headers.get("x-request-id") != plan.id:
             raise _Wrong(f"x-request-id is {answer.headers.get('x-request-id')!r}")
-        if (found := _ENGINE_ID.search(answer.body)):
+        if found := _ENGINE_ID.search(answer.body):
             raise _Wrong(f"an engine's id is in the answer: {found[0]!r}")
         if answer.status >= 400:
             _read_error(plan, answer, reading)
