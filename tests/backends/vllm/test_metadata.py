@@ -36,7 +36,8 @@ PLAIN = metrics_of("misc/metrics-vllm-samples.txt")
                      {"models": ("tiny", "tiny-alias"), "boot_id": "1.79595177892e+09", "kv_blocks": 80},
                      id="one rank, an alias"),
         pytest.param("dp2/models-with-lora", metrics_of("dp2/metrics-running-kv.txt"),
-                     {"models": ("tiny", "my-lora"), "adapters": ("my-lora",), "dp_size": 2, "kv_blocks": 160}, id="two ranks, an adapter"),
+                     {"models": ("tiny", "my-lora"), "adapters": ("my-lora",), "dp_size": 2, "kv_blocks": 160},
+                     id="two ranks, an adapter"),
     ],
 )  # fmt: skip
 def test_captured_metadata(models: str, metrics: bytes, expected: dict[str, Any]) -> None:
