@@ -12,6 +12,7 @@ from backends.errors import CallEnded, IdentifyFailed, UpstreamError
 from backends.json_body import JsonBody
 from backends.types import EngineFacts, EngineIds, ProbeResult, Worker
 from backends.upstream.base import Headers, UpstreamClient, UpstreamRequest
+from backends.upstream.fetch import fetch
 from backends.vllm.metadata import facts_from
 from backends.vllm.output import has_output
 
@@ -32,6 +33,7 @@ class VLLMBackend:
 
     def __init__(self, client: UpstreamClient) -> None:
         self._client = client
+        self._unpausable: set[str] = set()  # ids of workers without a route that tells of a pause
 
     def engine_ids(self, path: str, base: str, *, batch_size: int | None, samples: int) -> EngineIds:
         """One id for the whole request; aborts of completions name each prompt, and samples go with their prompt."""
@@ -100,6 +102,7 @@ class VLLMBackend:
         Raises:
             IdentifyFailed: See the message.
         """
+        self._unpausable.discard(worker.id)
         version = await get_body(self._client, worker, ("/version",), timeout_s)
         models = await get_body(self._client, worker, ("/v1/models",), timeout_s)
         metrics = await get_body(self._client, worker, ("/metrics",), timeout_s)
@@ -110,10 +113,21 @@ class VLLMBackend:
             raise IdentifyFailed(f"the engine's metadata is not as expected: {exc}") from exc
 
     async def probe(self, worker: Worker, timeout_s: float) -> ProbeResult:
-        """Ask ``/health``, which generates nothing."""
+        """Ask ``/health``, which generates nothing and is good in a pause too, and then whether there is one."""
         try:
             async with asyncio.timeout(timeout_s):
-                status = await get_status(self._client, worker, "/health")
+                if await get_status(self._client, worker, "/health") != 200:
+                    return ProbeResult.FAILED
+                return ProbeResult.PAUSED if await self._is_paused(worker) else ProbeResult.UP
         except (UpstreamError, CallEnded, TimeoutError):
             return ProbeResult.FAILED
-        return ProbeResult.UP if status == 200 else ProbeResult.FAILED
+
+    async def _is_paused(self, worker: Worker) -> bool:
+        """Only engines in development mode can be paused, and have the route; others are asked once a reading."""
+        if worker.id in self._unpausable:
+            return False
+        request = UpstreamRequest("GET", "/is_paused", bearer(worker.api_key), [])
+        status, body = await fetch(self._client, worker.origin, request)
+        if status == 404:
+            self._unpausable.add(worker.id)
+        return status == 200 and body.replace(b" ", b"") == b'{"is_paused":true}'

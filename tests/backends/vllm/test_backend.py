@@ -211,6 +211,38 @@ async def test_probe(reply: bytes | None, result: ProbeResult, backend: VLLMBack
         assert await backend.probe(worker_at(server), PATIENCE_S) is result
 
 
+@pytest.mark.parametrize(
+    ("reply", "result"),
+    [
+        pytest.param(b'{"is_paused":true}', ProbeResult.PAUSED, id="paused"),
+        pytest.param(b'{"is_paused": true}', ProbeResult.PAUSED, id="paused, with a space"),
+        pytest.param(b'{"is_paused":false}', ProbeResult.UP, id="not paused"),
+        pytest.param(b"true", ProbeResult.UP, id="something else"),
+    ],
+)
+async def test_probe_tells_a_pause(reply: bytes, result: ProbeResult, backend: VLLMBackend) -> None:
+    async with raw_server(served({b"/health": GOOD[b"/health"], b"/is_paused": answer(reply)})) as server:
+        assert await backend.probe(worker_at(server), PATIENCE_S) is result
+
+
+async def test_an_engine_that_cannot_be_paused_is_asked_once_after_each_reading(backend: VLLMBackend) -> None:
+    asked: list[bytes] = []
+
+    async def script(connection: Connection) -> None:
+        while True:
+            asked.append((await connection.request()).line.split(b" ")[1])
+            await connection.send(GOOD.get(asked[-1], answer(b"{}", status=b"404 Not Found")))
+
+    async with raw_server(script) as server:
+        worker = worker_at(server)
+        for _ in range(2):
+            await backend.identify(worker, PATIENCE_S)
+            asked.clear()
+            for _ in range(3):
+                assert await backend.probe(worker, PATIENCE_S) is ProbeResult.UP
+            assert asked == [b"/health", b"/is_paused", b"/health", b"/health"]
+
+
 async def test_probe_has_a_time_limit_and_survives_nobody(backend: VLLMBackend) -> None:
     async with raw_server(Connection.hang) as server:
         worker = worker_at(server)
