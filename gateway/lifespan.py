@@ -122,7 +122,10 @@ class WorkerWatch:
         while member.is_identified:
             started = time.monotonic()
             await asyncio.sleep(times.interval_s)
+            pauses_told = member.pauses_told
             result = await backend.probe(member.worker, times.timeout_s)
+            if result is not ProbeResult.FAILED and member.pauses_told != pauses_told:
+                result = ProbeResult.PAUSED if member.is_paused else ProbeResult.UP  # what was asked before is old news
             was_ready = member.is_up
             member.probed(result, is_busy=member.last_byte_at >= started)
             if was_ready and not member.is_up:

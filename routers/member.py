@@ -36,6 +36,7 @@ class Member:
         detail: The last reason for not being ready, for people.
         breaker: Opens when its requests fail one after the other.
         max_in_flight: Requests that it gets at once, given by the operator; ``None`` to go by the engine's own limit.
+        pauses_told: Answers to our own pauses and continues; a probe that was under way when it grew is out of date.
         last_byte_at: Monotonic time of the last byte that it sent on the data plane.
     """
 
@@ -58,6 +59,7 @@ class Member:
         "max_in_flight",
         "on_change",
         "on_fullness",
+        "pauses_told",
         "pinned_model",
         "pinned_role",
         "worker",
@@ -86,6 +88,7 @@ class Member:
         self.is_identified = False
         self.is_up = False
         self.is_paused = False
+        self.pauses_told = 0
         self._is_draining = False
         self.last_byte_at = float("-inf")
         self.on_change: Callable[[Member], None] = lambda member: None
@@ -205,6 +208,13 @@ class Member:
             self.is_identified = False  # what comes back may be another process: it is read again before it is used
         self.is_paused = result is ProbeResult.PAUSED
         if self.state is not was:
+            self.on_change(self)
+
+    def paused_by_us(self, is_paused: bool) -> None:
+        """The engine has answered our own pause, or our continue; from the next probe on that one's word counts."""
+        self.pauses_told += 1
+        if is_paused is not self.is_paused:
+            self.is_paused = is_paused
             self.on_change(self)
 
     def lost_contact(self, reason: str) -> None:

@@ -113,6 +113,26 @@ def test_changes_are_told_once() -> None:
     assert changes == [R, P, R, U, R]
 
 
+def test_a_pause_of_our_own_counts_at_once_and_until_the_next_probe() -> None:
+    one = ready()
+    changes: list[WorkerState] = []
+    one.on_change = lambda changed: changes.append(changed.state)
+    for is_paused in (True, True, False, True):
+        one.paused_by_us(is_paused)
+    apply(one, UP)
+    assert changes == [P, R, P, R]
+
+
+def test_a_pause_of_a_draining_worker_is_told_too() -> None:
+    one = ready()
+    one.is_draining = True
+    changes: list[bool] = []
+    one.on_change = lambda changed: changes.append(changed.is_paused)
+    one.paused_by_us(True)
+    one.paused_by_us(False)
+    assert (changes, one.state) == ([True, False], D)
+
+
 def test_draining_takes_a_worker_out_at_once_and_back() -> None:
     one = ready()
     fleet = fleet_of(one)
