@@ -24,6 +24,7 @@ from backends.worker_spec import WorkerSpec
 from gateway.access_log import AccessLog
 from gateway.api.control import control_router
 from gateway.api.explain import explain_router
+from gateway.api.fan_out import FanOuts
 from gateway.api.fleet import fleet_router
 from gateway.api.health import health_router
 from gateway.api.models import models_router
@@ -68,6 +69,7 @@ class Gateway:
     Attributes:
         services: What requests are served with.
         workers: Adds and removes workers.
+        fan_outs: Sends control routes to all workers.
         asgi: The ASGI application.
         drained: Set when the drain after ``begin_drain`` is over.
         failed: Name of the service loop whose end made the gateway unusable, ``None`` while all run.
@@ -85,6 +87,11 @@ class Gateway:
             self._client = H1Client(connect_timeout_s=settings.connect_timeout_s, tls=tls, resends_stale=False)
         # Probes and aborts keep to their own connections: they must not wait behind traffic, nor be counted as it.
         self._control = H1Client(connect_timeout_s=settings.connect_timeout_s, tls=tls)
+        # Calls of control routes may change an engine, so none is sent twice: each has a connection of its own, which
+        # cannot turn out to be stale.
+        self._commands = H1Client(
+            connect_timeout_s=settings.connect_timeout_s, idle_limit_s=0.0, tls=tls, resends_stale=False
+        )
         self._drains = OwnedTasks("drain")
         self.drained = asyncio.Event()
         self.failed: str | None = None
@@ -93,6 +100,7 @@ class Gateway:
         self.kv_metrics = KvMetrics(lambda worker, dp_rank: self.kv.blocks(worker, dp_rank))
         self.kv = KvView(self.kv_metrics, lambda worker_id: self.workers.kv_setting(worker_id))
         self.services = self._make_services(settings)
+        self.fan_outs = FanOuts(self.services, self._commands)
         self.keys = Keys(
             read_key_file(settings.api_key_file) if settings.api_key_file else (),
             read_key_file(settings.admin_api_key_file) if settings.admin_api_key_file else (),
@@ -212,9 +220,8 @@ class Gateway:
         app.include_router(control_router(self.services, self.keys))
         app.include_router(explain_router(self.services, self.keys))
         app.include_router(workers_router(self.services, self.keys, self.drain_tasks))
-        app.include_router(
-            fleet_router(self.services, self.keys, self.workers, self._control, self.settings.drain_timeout_s)
-        )
+        drain_s = self.settings.drain_timeout_s
+        app.include_router(fleet_router(self.services, self.keys, self.workers, self._commands, self.fan_outs, drain_s))
         return app
 
     def drain_tasks(self) -> int:
@@ -270,6 +277,7 @@ class Gateway:
 
     async def _drain(self) -> None:
         live = self.services.live
+        deadline = asyncio.get_running_loop().time() + self.settings.drain_timeout_s
         logger.info("draining: %d request(s) in flight", len(live))
         try:
             async with asyncio.timeout(self.settings.drain_timeout_s):
@@ -283,17 +291,20 @@ class Gateway:
                     await live.wait_empty()
             except TimeoutError:
                 logger.warning("%d request(s) did not end in time", len(live))
+        await self.fan_outs.aclose(max(deadline - asyncio.get_running_loop().time(), 0.0))
         await self.services.aborter.aclose(STOP_GRACE_S)
         self.drained.set()
 
     async def _close(self) -> None:
         await self.workers.aclose()
         await self._drains.aclose()
+        await self.fan_outs.aclose()
         await self.services.aborter.aclose()
         self.services.prefixes.close()
         self.kv.close()
         await self._client.aclose()
         await self._control.aclose()
+        await self._commands.aclose()
         await self._access_log.close()
 
 

@@ -1,21 +1,18 @@
 """Adding, removing and addressing workers, for administrators. Two families: our own, and that of older routers."""
 
-import asyncio
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic import BaseModel, ConfigDict
 
-from backends.control import bearer
-from backends.errors import UpstreamError
 from backends.upstream.base import UpstreamClient, UpstreamRequest
-from backends.upstream.fetch import fetch_answer
 from backends.worker_spec import WorkerSpec, WorkerSpecError, worker_id, worker_spec_from_mapping
-from gateway.api.fan_out import add_fan_out_routes
+from gateway.api.fan_out import FanOuts, add_fan_out_routes
 from gateway.api.json_response import json_response
 from gateway.api.refusals import admin_guard
+from gateway.api.worker_call import CALL_HEADERS, call_worker, has_succeeded, took_effect
 from gateway.auth import Keys
-from gateway.errors import InvalidRequest, report_of
+from gateway.errors import InvalidRequest
 from gateway.fleet_control import FleetControl
 from gateway.services import Services
 from gateway.settings import DAY_S
@@ -25,8 +22,6 @@ from routers.fleet import Member
 CALL_TIMEOUT_S = 3600.0
 # As on the command line: at most a day.
 DrainTimeout = Annotated[float, Query(ge=0, le=DAY_S, allow_inf_nan=False)]
-# Headers of an addressed call that go on to the engine.
-_CALL_HEADERS = frozenset({b"content-type", b"accept"})
 
 
 class NewWorker(BaseModel):
@@ -58,23 +53,6 @@ def _spec(new: NewWorker) -> WorkerSpec:
         raise InvalidRequest(str(exc), param="url") from exc
 
 
-# Routes of engines after which their caches are empty, or hold what nobody can use any more.
-EMPTIES_CACHE = frozenset(
-    {
-        "flush_cache",
-        "reset_prefix_cache",
-        "update_weights_from_disk",
-        "update_weights_from_tensor",
-        "update_weights_from_distributed",
-        "update_weights_from_ipc",
-        "load_lora_adapter",
-        "unload_lora_adapter",
-        "release_memory_occupation",
-        "sleep",
-    }
-)
-
-
 def _api_key(new: NewWorker) -> str | None:
     """The credential; clients that have none may say so with the word.
 
@@ -89,7 +67,12 @@ def _api_key(new: NewWorker) -> str | None:
 
 
 def fleet_router(
-    services: Services, keys: Keys, workers: FleetControl, control: UpstreamClient, drain_timeout_s: float
+    services: Services,
+    keys: Keys,
+    workers: FleetControl,
+    control: UpstreamClient,
+    fan_outs: FanOuts,
+    drain_timeout_s: float,
 ) -> APIRouter:
     """Routes that change the fleet.
 
@@ -97,7 +80,8 @@ def fleet_router(
         services: Holds the fleet.
         keys: Credentials.
         workers: Adds and removes.
-        control: Carries addressed calls.
+        control: Carries addressed calls; must not send anything twice by itself.
+        fan_outs: Carry those of all workers.
         drain_timeout_s: What the requests of a removed worker get when nothing else is said.
     """
     router = APIRouter(dependencies=[Depends(admin_guard(keys))])
@@ -150,12 +134,11 @@ def fleet_router(
     async def call(worker: str, request: Request) -> Response:
         member = member_of(worker)
         answer = await _call(control, member, request)
-        if answer.status_code < 300 and request.url.path.rpartition("/")[2] in EMPTIES_CACHE:
-            services.kv.clear(member.worker.id)
-            services.prefixes.forget(member.worker.id)
+        if has_succeeded(answer.status_code, bytes(answer.body)):
+            took_effect(services, member, request.url.path)
         return answer
 
-    add_fan_out_routes(router)
+    add_fan_out_routes(router, fan_outs)
     return router
 
 
@@ -163,24 +146,11 @@ async def _call(control: UpstreamClient, member: Member, request: Request) -> Re
     """Hand a request on to one engine, and its answer back.
 
     Raises:
-        InvalidRequest: There is no answer; the status says why.
+        GatewayError: There is no answer; the report says why.
     """
-    target = _target(request)
-    headers = [h for h in request.headers.raw if h[0] in _CALL_HEADERS]
-    sent = await request.body()
-    # SGLang takes the admin key on its admin routes only, and the other one on the others; a 401 has done nothing.
-    keys = list(dict.fromkeys((member.worker.admin_api_key or member.worker.api_key, member.worker.api_key)))
-    try:
-        async with asyncio.timeout(CALL_TIMEOUT_S):
-            for key in keys:
-                upstream = UpstreamRequest(request.method, target, [*headers, *bearer(key)], [sent])
-                head, body = await fetch_answer(control, member.worker.origin, upstream)
-                if head.status != 401:
-                    break
-    except (UpstreamError, TimeoutError) as exc:
-        report = report_of(exc) if isinstance(exc, UpstreamError) else None
-        message = report.message if report else f"no answer within {CALL_TIMEOUT_S:g} s"
-        raise InvalidRequest(message, status=report.status if report else 504, type="unavailable") from exc
+    headers = [h for h in request.headers.raw if h[0] in CALL_HEADERS]
+    upstream = UpstreamRequest(request.method, _target(request), headers, [await request.body()])
+    head, body = await call_worker(control, member, upstream, timeout_s=CALL_TIMEOUT_S)
     passed = {"x-forebay-worker": member.worker.id}
     for name, value in head.headers:
         if name == b"content-type":
