@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: venv demo test check format bench soak lock clean
+.PHONY: venv demo test test-suite test-httpx check format bench soak lock clean
 .DEFAULT_GOAL := test
 
 venv: $(STAMP)
@@ -26,9 +26,16 @@ check: venv
 	$(BIN)/lint-imports
 	$(BIN)/pytest -q tests/test_conventions.py
 
+# Both suites at once: each of them keeps one core busy.
 test: check
+	$(MAKE) --no-print-directory -j2 -O test-suite test-httpx
+
+test-suite: venv
 	$(BIN)/pytest -q --cov --cov-report=term:skip-covered
-	TEST_UPSTREAM_CLIENT=httpx $(BIN)/pytest -q tests/integration
+
+# Once more what goes over the upstream client, with the other one.
+test-httpx: venv
+	TEST_UPSTREAM_CLIENT=httpx $(BIN)/pytest -q -p no:cacheprovider tests/integration
 
 format: venv
 	$(BIN)/ruff format .
