@@ -55,7 +55,8 @@ PASSED_HEADER_PREFIX = b"x-sglext-"
 MAX_ID_CHARS = 256
 # No batch of a trainer is near it, and an engine that is asked for a million samples is gone for everybody.
 MAX_SEQUENCES = 65_536
-_LAX_COUNT = re.compile(rb'"?\s*\+?(\d{1,6})(?:\.0*)?\s*"?')
+_LAX_COUNT = re.compile(rb'"?\s*\+?(\d{1,400})(?:\.0*)?([eE]\+?\d+)?\s*"?')
+_COUNT_DIGITS = 6
 _LAX_TRUE = frozenset({b"true", b'"true"', b'"1"', b'"yes"', b'"on"', b'"y"', b'"t"', b"1", b"1.0"})
 _strings = msgspec.json.Decoder(list[str])
 _items = msgspec.json.Decoder(list[msgspec.Raw])
@@ -301,7 +302,12 @@ def _samples(body: JsonBody, route: Route) -> int:
     """``n`` where it can be read, in any of the spellings that the engines take; they judge what cannot."""
     if route.dialect is not Dialect.NATIVE:
         match = _LAX_COUNT.fullmatch(body.text("n"))
-        return max(int(match[1]), 1) if match else 1
+        if match is None:
+            return 1
+        digits = match[1].lstrip(b"0")
+        if len(digits) > _COUNT_DIGITS or (digits and match[2]):
+            return MAX_SEQUENCES + 1
+        return max(int(digits or b"0"), 1)
     text = body.text("sampling_params")
     if b'"n"' not in text and b"\\" not in text:
         return 1

@@ -23,6 +23,7 @@ logger = logging.getLogger("forebay.kv_events")
 # vLLM announces a block for each of the requests that have computed it; SGLang once.
 _COPIES = {EngineKind.SGLANG: 1, EngineKind.VLLM: 2}
 # What is known of these is right, if perhaps not all; what is known of others may be stale.
+_BAD = frozenset({SourceState.GAP, SourceState.MISCONFIGURED})
 TRUSTED = frozenset({SourceState.LIVE, SourceState.COLD})
 
 
@@ -41,6 +42,11 @@ class _Followed:
     subscribers: dict[int, KvSubscriber] = field(default_factory=dict)
     states: dict[int, SourceState] = field(default_factory=dict)
     problem: str = ""
+
+    @property
+    def is_misconfigured(self) -> bool:
+        """Something of it cannot be the worker's, which another process may have put right."""
+        return bool(self.problem) or SourceState.MISCONFIGURED in self.states.values()
 
 
 class KvCounters(SourceObserver, Protocol):
@@ -91,7 +97,7 @@ class KvView:
             return False
         known = self._followed.get(worker_id)
         is_other = known is not None and known.facts.boot_id != facts.boot_id
-        if known is None or not _same_sources(known.facts, facts):
+        if known is None or not _same_sources(known.facts, facts) or (is_other and known.is_misconfigured):
             self.forget(worker_id)
             self._follow(member, facts)
             return is_other
@@ -187,7 +193,10 @@ class KvView:
     def problem(self, worker_id: str) -> str:
         """Why a worker's events cannot be followed; empty if there is nothing to say."""
         followed = self._followed.get(worker_id)
-        return followed.problem if followed else ""
+        if followed is None:
+            return ""
+        told = (subscriber.problem for subscriber in followed.subscribers.values())
+        return followed.problem or next(filter(None, told), "")
 
     def is_trusted(self, key: RankKey) -> bool:
         """Whether what the index has of a rank is right."""
@@ -245,9 +254,8 @@ class KvView:
         """A source changed its state."""
         followed = self._followed.get(worker)
         if followed is not None:
-            before = followed.states.get(dp_rank)
             followed.states[dp_rank] = state
-            level = logging.INFO if before is None or state in TRUSTED else logging.WARNING
+            level = logging.WARNING if state in _BAD else logging.INFO
             logger.log(level, "worker %s: KV events of rank %d are %s", worker, dp_rank, state)
         self._counters.kv_state(worker, dp_rank, state)
 

@@ -31,6 +31,7 @@ class KvSubscriber:
     Attributes:
         spec: The publisher.
         machine: What is known of its messages; not to be changed by others.
+        problem: Why it cannot be its worker's; empty if it can.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class KvSubscriber:
     ) -> None:
         """Prepare to follow ``spec``; context, index and sweeper stay their owner's."""
         self.spec = spec
+        self.problem = ""
         self.machine = SequenceMachine(
             has_replay=spec.source.replay_endpoint is not None, replay_window=spec.replay_window
         )
@@ -185,6 +187,7 @@ class KvSubscriber:
 
     def _misconfigured(self, exc: Exception) -> None:
         logger.error("KV events of %s rank %d: %s", self.spec.worker_id, self.spec.source.dp_rank, exc)
+        self.problem = str(exc)
         self._execute(self.machine.on_misconfigured())
         self._end_replay()
 

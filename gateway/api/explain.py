@@ -111,8 +111,17 @@ def _left_out(services: Services, worker_id: str) -> dict[str, object]:
     member = services.fleet.get(worker_id)
     assert member is not None
     is_ready = member.state is WorkerState.READY
-    why = "not for this request" if is_ready else member.detail or str(member.state)
-    return {"worker_id": worker_id, "dp_rank": None, "in_flight": member.in_flight, "cost": None, "excluded": why}
+    return {
+        "worker_id": worker_id,
+        "dp_rank": None,
+        "overlap_blocks": None,
+        "prompt_blocks": None,
+        "active_blocks": sum(load.blocks for load in member.loads),
+        "active_prefill_tokens": sum(load.prefill_tokens for load in member.loads),
+        "in_flight": member.in_flight,
+        "cost": None,
+        "excluded": "serves another model or route" if is_ready else member.detail or str(member.state),
+    }
 
 
 def _reason(placement: Placement, chosen: Explained, candidates: tuple[Candidate, ...], request: RouteRequest) -> str:

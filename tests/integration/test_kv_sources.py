@@ -151,3 +151,12 @@ async def test_a_source_that_cannot_be_the_workers_is_shown_and_not_used() -> No
         await until(lambda: worker_of(gateway)["kv"]["state"] == "misconfigured", "it is noticed")
         assert held(gateway, engine, PROMPT) == 0
         assert (await generate(gateway, PROMPT))["meta_info"]
+        assert "blocks of" in worker_of(gateway)["kv"]["problem"]
+        assert (await call(("127.0.0.1", engine.port), "/_reset", {})).status == 200
+        engine.add_fault(at="headers", do="restart", times=1)
+        await call(gateway.address, "/generate", {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 1}})
+        await gateway.ready(1)
+        await until(lambda: worker_of(gateway)["kv"]["state"] == "live", "the new process is judged by itself")
+        assert worker_of(gateway)["kv"]["problem"] == ""
+        await generate(gateway, PROMPT)
+        await until(lambda: held(gateway, engine, PROMPT) == 4, "and its events are used")
