@@ -27,7 +27,7 @@ from routers.fleet import Fleet
 
 # Each turn writes a request, some 0.1 ms; after so many of them others get to run.
 TURNS_AT_ONCE = 32
-_INTEGER = re.compile(rb"-?\d{1,19}")
+_INTEGER = re.compile(rb"-?\d{1,400}")
 
 
 @dataclass(frozen=True, slots=True)
