@@ -86,7 +86,7 @@ def events(block: bytes) -> Iterator[bytes]:
 
 def data_of(event: bytes) -> bytes:
     """The payload of one event: its data lines joined by LF; ``b""`` for comments and empty events."""
-    if event.startswith(b"data: ") and event.find(b"\n") == len(event) - 2:
+    if event.startswith(b"data: ") and event.find(b"\n") == len(event) - 2 and not event.endswith(b"\r\n\n"):
         return event[6:-2]  # the one shape that engines send
     lines = []
     for line in event.split(b"\n"):

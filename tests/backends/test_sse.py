@@ -60,6 +60,7 @@ PIECES = st.lists(
 @given(PIECES)
 @example([b"a", b"\n\n", b"\r\n", b"\r\n", b"b"])
 @example([b"a\r\n", b"\n", b"\n", b"\n"])
+@example([b"\n", b"\n\n", b"data: a", b"\r\n", b"\n\n"])
 def test_a2_16_random_cuts_equal_the_whole(pieces: list[bytes]) -> None:
     wire = b"".join(pieces)
     blocks, left = fed(pieces)

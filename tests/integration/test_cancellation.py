@@ -316,7 +316,7 @@ async def test_an_engine_that_ignores_every_abort_is_given_up_in_the_end() -> No
         assert gateway.state()["abort_tasks"] == 1
         await gateway.settle(8.0 * TIME_SCALE)
         assert 2 <= len(engine.log.requests_to("/abort_request")) <= 9
-        assert len(engine.log.disconnects) == 1
+        await engine.wait_for(lambda e: len(e.log.disconnects) == 1, AT_ONCE_S)
         text = (await gateway.client.get("/metrics")).text
         assert "forebay_abort_unconfirmed_total 1.0" in text
         engine.core.abort("", abort_all=True)

@@ -99,6 +99,12 @@ def story(**values: Any) -> Story:
         pytest.param([story(leave=Leave.IN_HEAD)], [], True, id="no head, no line"),
         pytest.param([story(leave=Leave.IN_HEAD)], [line()], False, id="no head, and a line"),
         pytest.param([story(leave=Leave.IN_BODY)], [line(request_id=None)], True, id="left, without an id"),
+        pytest.param(
+            [story(leave=Leave.IN_BODY)],
+            [line(request_id="a" * 32, outcome="client_closed", worker=None)],
+            True,
+            id="left, with an id of the gateway's",
+        ),
         pytest.param([story(leave=Leave.IN_BODY)], [], False, id="left, and no line"),
         pytest.param([story(leave=Leave.IN_BODY, manner=Manner.RESET)], [], True, id="reset before it was read"),
         pytest.param([story()], [line(), line(request_id=None)], False, id="a line without an id too many"),
