@@ -1,6 +1,7 @@
 """From a worker's answer to the client: status, headers, stream or body, with backpressure both ways."""
 
 import asyncio
+import functools
 from collections.abc import Callable
 
 import msgspec
@@ -171,13 +172,15 @@ class AnswerRelay:
         self._is_sse = True
         if not self.status:
             await self._start(head.status, passed_headers(head))
+        read = functools.partial(self._read, placed) if self._keeps_alive else call.read
         try:
             while not call.is_complete:
                 if block:
+                    self.silent_since = None  # it is the client's turn
                     self.bytes_out += len(block)
                     await self._downstream.write(block)
                 placed.member.last_byte_at = self.silent_since = self._clock()
-                block = answer.feed(await self._read(placed))
+                block = answer.feed(await read())
         except UpstreamError as exc:
             return await self._cut(answer, exc)
         finally:

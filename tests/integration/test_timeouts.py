@@ -112,6 +112,26 @@ async def test_a_unary_answer_has_no_first_token_to_wait_for() -> None:
         assert (await call(gateway.address, "/generate", {"text": "a"})).status == 200
 
 
+async def test_a_client_that_reads_slowly_is_no_stall_of_the_engine() -> None:
+    """Mutation tried: the silence counts on while the client is written to."""
+    count = 120
+
+    async def script(request: SeenRequest, reply: Reply) -> None:
+        await reply.start_chunked(content_type="text/event-stream")
+        piece = b'data: {"text":"' + b"z" * 100_000 + b'"}\n\n'
+        for _ in range(count):
+            reply.writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        await reply.event(b"[DONE]")
+        await reply.end_chunked()
+
+    async with limited(script, stall_timeout_s=LIMIT_S) as (_, gateway), wire(gateway.address) as connection:
+        await connection.send(request_bytes("/generate", {"text": "a", "stream": True}))
+        head = await connection.head()
+        await asyncio.sleep(4 * LIMIT_S)
+        assert len((await connection.body(*head)).events()) == count + 1
+        assert (await gateway.record()).outcome == "complete"
+
+
 async def test_a_client_that_does_not_read_does_not_hold_a_request_that_is_over() -> None:
     async def script(request: SeenRequest, reply: Reply) -> None:
         await reply.start_chunked(content_type="text/event-stream")
