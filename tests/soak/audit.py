@@ -15,7 +15,8 @@ _ANY_ERROR = frozenset(Outcome) - {Outcome.COMPLETE, Outcome.CLIENT_CLOSED}
 # /v1/messages and /v1/responses do not tell a stopped answer from one that ended by itself.
 _OUTCOMES = {
     Kind.WHOLE: frozenset({Outcome.COMPLETE}),
-    Kind.STOPPED: frozenset({Outcome.ABORTED, Outcome.ENGINE_ERROR, Outcome.COMPLETE}),
+    # Without a finish reason the log says that the stream was cut, unless it was aborted through the gateway.
+    Kind.STOPPED: frozenset({Outcome.ABORTED, Outcome.ENGINE_ERROR, Outcome.COMPLETE, Outcome.TRUNCATED}),
     Kind.ERROR: _ANY_ERROR,
     Kind.CUT: frozenset({Outcome.TRUNCATED}),
 }
