@@ -15,7 +15,8 @@ from typing import Final, cast
 from backends.types import EngineFacts, EngineKind, Worker
 from backends.upstream.base import Origin, UpstreamClient
 from benchmarks.kv_hashing import plain_hashes, plain_ids
-from benchmarks.routing_sim import Caches, Clock
+from benchmarks.routing_engine import Clock
+from benchmarks.routing_sim import Caches
 from gateway.envelope import Envelope, parse_envelope
 from gateway.kv_view import KvView
 from gateway.prefixes import Prefixes

@@ -14,7 +14,8 @@ from typing import Final
 
 from benchmarks.processes import BenchmarkFailed, Children, call, forebay_command, free_port, wait_until
 from benchmarks.procfs import LOAD_CORE, TEST_CORE
-from benchmarks.routing_sim import Figures, Run, Setup
+from benchmarks.routing_engine import Setup
+from benchmarks.routing_sim import Figures, Run
 from benchmarks.routing_traffic import Traffic, sample_groups, token_ids
 from routers.registry import make_policy
 

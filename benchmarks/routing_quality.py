@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from benchmarks.routing_engine import Setup
 from benchmarks.routing_http import measure_over_http
-from benchmarks.routing_sim import Figures, Run, Setup
+from benchmarks.routing_sim import Figures, Run
 from benchmarks.routing_traffic import Traffic, recorded, sample_groups, tool_agents
 from routers.base import Router
 from routers.cost import CostParameters

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.routing_engine import Clock, Setup
 from benchmarks.routing_quality import policy_of, run
-from benchmarks.routing_sim import Clock, Run, Setup
+from benchmarks.routing_sim import Run
 from benchmarks.routing_traffic import Piece, Traffic, Turn, recorded, sample_groups, token_ids, tool_agents
 
 SETUP = Setup(engines=3, cache_tokens=24_000, prefill_tokens_per_s=4000.0, chunk_tokens=1024)
