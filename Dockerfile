@@ -15,6 +15,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY backends/ backends/
 COPY gateway/ gateway/
 COPY kv_events/ kv_events/
+COPY relay/ relay/
 COPY routers/ routers/
 COPY simulator/ simulator/
 RUN /opt/tools/bin/pip wheel --no-cache-dir --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir /wheels . \
