@@ -107,7 +107,7 @@ class Dispatch:
             self._elsewhere(placed, verdict.dp_rank)
         if self._prompt is not None and verdict.outcome is Outcome.COMPLETE:
             services.prefixes.finished(self._prompt, placed.choice)
-        end(placed)
+        placed.end()
 
     async def failed(self, placed: Placed, error: Exception, public_id: str, *, has_begun: bool) -> bool:
         """An attempt has failed: settle it, and say whether the request goes to another worker.
@@ -130,7 +130,7 @@ class Dispatch:
         self._judge(placed, failed=report.status >= 500 and not is_busy and not is_stale)
         if not any(leg.has_output for leg in placed.legs):
             self._services.prefixes.failed(placed.sent)
-        end(placed)
+        placed.end()
         failure = await self._failure(placed, error, report)
         if failure in (Failure.UNREACHABLE, Failure.DIED):
             placed.member.lost_contact(str(error))
@@ -172,10 +172,3 @@ class Dispatch:
             self._services.fleet.failed(placed.member, self._services.clock())
         else:
             self._services.fleet.succeeded(placed.member)
-
-
-def end(placed: Placed) -> None:
-    """End the legs that the abort supervisor has not taken over."""
-    for leg in placed.legs:
-        if not leg.is_detached:
-            leg.end()

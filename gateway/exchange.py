@@ -14,7 +14,7 @@ from backends.leg_events import Cause
 from gateway.access_log import AccessRecord
 from gateway.answer import Usage, Verdict
 from gateway.deadlines import Deadlines
-from gateway.dispatch import Dispatch, end
+from gateway.dispatch import Dispatch
 from gateway.downstream import ClientRequest, Downstream
 from gateway.envelope import Envelope, header_value, parse_envelope
 from gateway.errors import (
@@ -154,7 +154,7 @@ class Exchange:
         self._cause = cause
         self._services.waiting.leave(self)
         if self._placed is not None:
-            self._cancel(self._placed, cause)
+            self._placed.cancel(cause)
         if cause is not Cause.CLIENT_GONE:  # one that does not read would hold the request for ever
             self._tell_timer = asyncio.get_running_loop().call_later(TELL_CLIENT_S, self._downstream.abort)
 
@@ -166,7 +166,7 @@ class Exchange:
     def awaits_output(self) -> bool:
         """No output yet of what will show some before its end; see ``deadlines.Watched``."""
         placed = self._placed
-        return placed is None or (placed.is_stream and not any(leg.has_output for leg in placed.legs))
+        return placed is None or placed.awaits_output
 
     @property
     def silent_since(self) -> float | None:
@@ -176,7 +176,7 @@ class Exchange:
     def is_on(self, worker_id: str) -> bool:
         """Whether that worker serves the request now; see ``LiveRequest.is_on``."""
         placed = self._placed
-        return placed is not None and placed.worker_id == worker_id and any(not leg.is_ended for leg in placed.legs)
+        return placed is not None and placed.is_on(worker_id)
 
     def abort(self, item_id: str | None) -> str | None:
         """Have the engine stop the request or an item of it; see ``LiveRequest.abort``."""
@@ -186,30 +186,18 @@ class Exchange:
                 return None
             self.stop(Cause.CLIENT_ABORT)
             return ""
-        live = [leg for leg in placed.legs if not leg.is_ended]
-        if not live:
+        if not placed.is_live:
             if self._outcome is not None or self._cause is not None:
                 return None
             self.stop(Cause.CLIENT_ABORT)  # between two attempts: there is to be no other one
-            return placed.worker_id
-        if not all(leg.can_be_aborted and (item_id or leg.call.written_at is not None) for leg in live):
+        elif not placed.can_be_called_off(is_item=bool(item_id)):
             self.stop(Cause.CLIENT_ABORT)  # closing is all there is, or the engine knows nothing of it yet
-            return placed.worker_id
-        index = envelope.item_ids.index(item_id) if item_id in envelope.item_ids else None
-        if item_id in placed.sample_ids:
-            live = [leg for leg in (placed.legs[placed.sample_ids.index(item_id)],) if not leg.is_ended]
-        for leg in live:
-            items = (leg.engine_ids[index],) if index is not None and len(leg.engine_ids) > 1 else ()
-            leg.call_off(items, is_paused=placed.member.is_paused)
-        return placed.worker_id if live else None
+        elif not placed.call_off(envelope, item_id):
+            return None
+        return placed.worker_id
 
     def _client_gone(self) -> None:
         self.stop(Cause.CLIENT_GONE)
-
-    def _cancel(self, placed: Placed, cause: Cause) -> None:
-        placed.member.breaker.released()  # it may have been the trial, of which nothing will be known
-        for leg in placed.legs:
-            leg.cancel(cause, is_paused=placed.member.is_paused)
 
     # Serving.
 
@@ -294,7 +282,7 @@ class Exchange:
         if self._deadlines is not None:
             self._deadlines.cancel()
         if self._placed is not None:
-            end(self._placed)
+            self._placed.end()
         report = self._stop_report or (_STOPPED.get(self._cause) if self._cause is not None else None)
         if self._outcome is None and report is not None:
             self._report = report

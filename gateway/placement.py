@@ -8,6 +8,7 @@ import msgspec
 from backends.base import NO_CHANGES
 from backends.cancel_policy import LegKind, abort_capability, cancel_policy
 from backends.leg import Leg
+from backends.leg_events import Cause
 from backends.types import EngineFacts, EngineIds
 from gateway.eligibility import eligible
 from gateway.envelope import Envelope
@@ -71,6 +72,53 @@ class Placed(msgspec.Struct, frozen=True):
     def worker_id(self) -> str:
         """Id of the worker."""
         return self.member.worker.id
+
+    @property
+    def is_live(self) -> bool:
+        """Some leg has not ended."""
+        return any(not leg.is_ended for leg in self.legs)
+
+    @property
+    def awaits_output(self) -> bool:
+        """No output yet of what will show some before its end."""
+        return self.is_stream and not any(leg.has_output for leg in self.legs)
+
+    def is_on(self, worker_id: str) -> bool:
+        """Whether that worker serves it now."""
+        return self.worker_id == worker_id and self.is_live
+
+    def cancel(self, cause: Cause) -> None:
+        """Nobody waits for the answer any more."""
+        self.member.breaker.released()  # it may have been the trial, of which nothing will be known
+        for leg in self.legs:
+            leg.cancel(cause, is_paused=self.member.is_paused)
+
+    def can_be_called_off(self, *, is_item: bool) -> bool:
+        """Whether the engine can be told to stop it, or an item of it, and knows of it already."""
+        live = (leg for leg in self.legs if not leg.is_ended)
+        return all(leg.can_be_aborted and (is_item or leg.call.written_at is not None) for leg in live)
+
+    def call_off(self, envelope: Envelope, item_id: str | None) -> bool:
+        """Have the engine stop it, or one item of it, whose answer is still read; whether there was anything to stop.
+
+        Args:
+            envelope: The request.
+            item_id: Public id of the item, ``None`` for all.
+        """
+        live = [leg for leg in self.legs if not leg.is_ended]
+        index = envelope.item_ids.index(item_id) if item_id in envelope.item_ids else None
+        if item_id in self.sample_ids:
+            live = [leg for leg in (self.legs[self.sample_ids.index(item_id)],) if not leg.is_ended]
+        for leg in live:
+            items = (leg.engine_ids[index],) if index is not None and len(leg.engine_ids) > 1 else ()
+            leg.call_off(items, is_paused=self.member.is_paused)
+        return bool(live)
+
+    def end(self) -> None:
+        """End the legs that the abort supervisor has not taken over."""
+        for leg in self.legs:
+            if not leg.is_detached:
+                leg.end()
 
 
 def place(
