@@ -43,6 +43,11 @@ class DeliveryQueue:
         """Count the payloads that are not applied yet."""
         return len(self._payloads) + (self._steps is not None)
 
+    @property
+    def group_kinds(self) -> GroupKinds:
+        """Kinds of attention that payloads have told, by group; whoever loads a snapshot puts its own in."""
+        return self._group_kinds
+
     def add(self, payload: bytes) -> None:
         """Queue a payload."""
         self._payloads.append(payload)

@@ -3,7 +3,9 @@
 KVEventError
 ├── BatchUndecodable    a whole message cannot be read, or passes a limit
 ├── DeliverySuspect     a payload was applied in part: what is known of its source can no longer be trusted
-└── SourceMisconfigured a source cannot belong to its worker: block size, rank, address
+├── SourceMisconfigured a source cannot belong to its worker: block size, rank, address
+├── RelayMessageRefused what a relay or a gateway sent is no message of their wire, or passes a bound
+└── KeyFileRefused      a file of CURVE keys cannot be used
 """
 
 
@@ -21,3 +23,11 @@ class DeliverySuspect(KVEventError):
 
 class SourceMisconfigured(KVEventError):
     """What a source sends cannot belong to the worker that it is registered for."""
+
+
+class RelayMessageRefused(KVEventError):
+    """What came is no message between relays and gateways; ``args[0]`` says why, for people."""
+
+
+class KeyFileRefused(KVEventError):
+    """A file of keys cannot be used; ``args[0]`` names it and says why, for people, without any key."""

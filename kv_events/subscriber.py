@@ -73,6 +73,16 @@ class KvSubscriber:
         """Blocks that the index has of the source's ranks, on the device."""
         return sum(self._index.rank_blocks(rank) for rank in self.spec.ranks())
 
+    @property
+    def endpoint(self) -> str:
+        """Where the events come from."""
+        return self.spec.source.endpoint
+
+    @property
+    def position(self) -> tuple[str, int | None]:
+        """Epoch, and number of the newest message; ``None`` if unknown."""
+        return str(self.machine.epoch), self.machine.last_seq
+
     def start(self) -> None:
         """Connect, in the background, and again whenever the connection is lost.
 
