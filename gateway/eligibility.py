@@ -1,4 +1,4 @@
-"""Which ranks a request may go to: by model, route, pins, breakers and room."""
+"""Which ranks a request may go to: by model, route, pins, breakers and room; and whether a wait may change that."""
 
 from collections.abc import Callable
 
@@ -6,8 +6,9 @@ from backends.types import EngineKind
 from gateway.envelope import Envelope
 from gateway.errors import NATIVE_ON_VLLM, GatewayError
 from gateway.routes import Route
-from routers.errors import NoReadyWorker
-from routers.fleet import Fleet, Member
+from routers.errors import NoReadyWorker, NoRoom, RoutingError
+from routers.fleet import Fleet
+from routers.pair import NoPair, Pins, Pools, can_serve, obstacle, pinned
 from routers.types import Candidate
 
 
@@ -45,18 +46,126 @@ def eligible(
     return candidates
 
 
-def may_come_back(fleet: Fleet, route: Route, envelope: Envelope, model: str, failed: set[str]) -> bool:
-    """Whether a request that nothing can take now could go to a worker that is paused."""
+def eligible_pools(
+    fleet: Fleet,
+    clock: Callable[[], float],
+    route: Route,
+    envelope: Envelope,
+    model: str,
+    failed: set[str],
+    *,
+    needs_one_worker: bool = False,
+) -> Pools:
+    """Ranks that a request may go to now, where prefill and decode workers serve its model.
 
-    def can_take(member: Member) -> bool:
-        return (
-            member.worker.id not in failed
-            and envelope.worker_id in (None, member.worker.id)
-            and (envelope.dp_rank or 0) < member.dp_size
-            and (route.path != "/generate" or fleet.engine_of(member.worker.id) is not EngineKind.VLLM)
-        )
+    Something in the pools can serve the request, which ``PairRouter`` refuses only if pairs have lost handoffs.
 
-    return fleet.is_paused_for(model, can_take)
+    Args:
+        fleet: The workers.
+        clock: Monotonic seconds.
+        route: The route.
+        envelope: The request.
+        model: Pools to choose from.
+        failed: Workers that this request must not be sent to again.
+        needs_one_worker: No pair can serve it.
+
+    Raises:
+        NoRoom: It could be served if not so many ranks had as many requests as they are given at once.
+        RoutingError: It cannot; of a missing role, ``NoPair``.
+        GatewayError: None of the engines that are there can ever serve the route.
+    """
+    pins = pins_of(envelope)
+
+    def checked(pools: Pools, why: str = "") -> Pools:
+        missing = obstacle(pools, pins, needs_one_worker=needs_one_worker)
+        if missing is not None:
+            raise NoPair(f"{missing}{why}", missing.missing)
+        return pools
+
+    pools = fleet.pools(model)
+    if not (pools.prefill or pools.decode or pools.regular):
+        raise fleet.none_ready(model)
+    if route.path == "/generate" and fleet.has_vllm:
+        _refuse_native_on_vllm(fleet, model, envelope.worker_id)
+        pools = _kept(pools, _speaks_native(fleet))
+    fleet.check_pins(model, pins.dp_rank, pins.worker_id)
+    pools = checked(pinned(pools, pins))
+    if failed:
+        pools = checked(_kept(pools, lambda one: one.key.worker_id not in failed), " but what has failed this request")
+    if fleet.tripped:
+        now = clock()
+        why = " but what has failed its last requests and is left alone for a moment"
+        pools = checked(_kept(pools, lambda one: fleet.is_let_through(one.key.worker_id, now)), why)
+    if fleet.full:
+        pools = _kept(pools, lambda one: not one.load.is_full)
+        if not can_serve(pools, pins, needs_one_worker=needs_one_worker):
+            raise NoRoom("the workers that may take the request have as many as they are given at once")
+    return pools
+
+
+def check_eligible(
+    fleet: Fleet,
+    clock: Callable[[], float],
+    route: Route,
+    envelope: Envelope,
+    model: str,
+    failed: set[str],
+    *,
+    needs_one_worker: bool = False,
+) -> None:
+    """See that something can take the request now; raises as ``eligible`` and ``eligible_pools`` do."""
+    if fleet.has_pairs(model):
+        eligible_pools(fleet, clock, route, envelope, model, failed, needs_one_worker=needs_one_worker)
+    else:
+        eligible(fleet, clock, route, envelope, model, failed)
+
+
+def may_come_back(
+    fleet: Fleet, route: Route, envelope: Envelope, model: str, failed: set[str], *, needs_one_worker: bool = False
+) -> bool:
+    """Whether a request that nothing can take now could be taken if paused workers were not paused."""
+    ready, paused, pins = fleet.pools(model), fleet.paused(model), pins_of(envelope)
+    # What has tripped is no better off when others come back.
+    ready = _kept(ready, lambda one: one.key.worker_id not in fleet.tripped)
+    pools = _kept(
+        Pools(
+            prefill=[*ready.prefill, *paused.prefill],
+            decode=[*ready.decode, *paused.decode],
+            regular=[*ready.regular, *paused.regular],
+        ),
+        lambda one: one.key.worker_id not in failed,
+    )
+    if route.path == "/generate":
+        pools = _kept(pools, _speaks_native(fleet))
+    try:
+        return can_serve(pinned(pools, pins), pins, needs_one_worker=needs_one_worker)
+    except RoutingError:
+        return False
+
+
+def pins_of(envelope: Envelope) -> Pins:
+    """What the request fixes."""
+    return Pins(worker_id=envelope.worker_id, dp_rank=envelope.dp_rank)
+
+
+def _kept(pools: Pools, is_kept: Callable[[Candidate], bool]) -> Pools:
+    prefill, decode, regular = (tuple(filter(is_kept, pool)) for pool in (pools.prefill, pools.decode, pools.regular))
+    return Pools(prefill=prefill, decode=decode, regular=regular)
+
+
+def _speaks_native(fleet: Fleet) -> Callable[[Candidate], bool]:
+    return lambda one: fleet.engine_of(one.key.worker_id) is not EngineKind.VLLM
+
+
+def _refuse_native_on_vllm(fleet: Fleet, model: str, worker_id: str | None) -> None:
+    """See that some worker of the model, or the one that is asked for, may serve SGLang's own route.
+
+    Raises:
+        GatewayError: None ever will.
+    """
+    asked = [m for m in fleet if model in m.names and worker_id in (None, m.worker.id)]
+    if asked and all(fleet.engine_of(m.worker.id) is EngineKind.VLLM for m in asked):
+        raise GatewayError(NATIVE_ON_VLLM)
 
 
 def _speaking_native(
@@ -68,10 +177,8 @@ def _speaking_native(
         NoReadyWorker: There are none now.
         GatewayError: No worker of the model, or not the one that is asked for, ever will.
     """
-    native = tuple(c for c in candidates if fleet.engine_of(c.key.worker_id) is not EngineKind.VLLM)
-    asked = [m for m in fleet if model in m.names and worker_id in (None, m.worker.id)]
-    if asked and all(fleet.engine_of(m.worker.id) is EngineKind.VLLM for m in asked):
-        raise GatewayError(NATIVE_ON_VLLM)
+    native = tuple(filter(_speaks_native(fleet), candidates))
+    _refuse_native_on_vllm(fleet, model, worker_id)
     if not native:
         raise NoReadyWorker(f"no SGLang worker for the model {model!r} is ready")
     return native

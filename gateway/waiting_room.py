@@ -16,7 +16,7 @@ from backends.types import EngineKind
 from gateway.attempts import Attempts
 from gateway.auth import bearer_of
 from gateway.downstream import ClientRequest
-from gateway.eligibility import eligible, may_come_back
+from gateway.eligibility import check_eligible, may_come_back
 from gateway.envelope import Envelope
 from gateway.errors import SHUTTING_DOWN, WORKER_REMOVED, GatewayError
 from gateway.metrics import Metrics
@@ -40,6 +40,7 @@ class Wanted:
         envelope: The request.
         model: Pool to choose from.
         attempts: The attempts so far; takes the time that it waits.
+        needs_one_worker: No pair of workers can serve it.
     """
 
     request: ClientRequest
@@ -47,13 +48,15 @@ class Wanted:
     envelope: Envelope
     model: str
     attempts: Attempts
+    needs_one_worker: bool = False
 
     @property
     def pool(self) -> Hashable:
         """The same for all requests that may go to the same ranks."""
         envelope = self.envelope
         is_native = self.route.path == "/generate"
-        return self.model, is_native, envelope.worker_id, envelope.dp_rank, frozenset(self.attempts.failed)
+        pins = envelope.worker_id, envelope.dp_rank
+        return self.model, is_native, self.needs_one_worker, pins, frozenset(self.attempts.failed)
 
     @property
     def tenant(self) -> Hashable:
@@ -258,11 +261,11 @@ class WaitingRoom:
         """
         asked = wanted.route, wanted.envelope, wanted.model, wanted.attempts.failed
         try:
-            eligible(self._fleet, self._clock, *asked)
+            check_eligible(self._fleet, self._clock, *asked, needs_one_worker=wanted.needs_one_worker)
         except NoRoom:
             return _Standing.CROWDED
         except NoReadyWorker:
-            if self._holds_paused and may_come_back(self._fleet, *asked):
+            if self._holds_paused and may_come_back(self._fleet, *asked, needs_one_worker=wanted.needs_one_worker):
                 return _Standing.PAUSED
             raise
         return _Standing.ROOM

@@ -11,9 +11,12 @@ from routers.breaker import BreakerState
 from routers.errors import ModelRequired, NoReadyWorker, NoRoom, NoSuchRank, UnknownModel
 from routers.load import RankLoad
 from routers.member import Member, WorkerState
+from routers.pair import Pools, can_serve
 from routers.types import BlockGroup, Candidate, RankKey
 
 __all__ = ["Fleet", "Member", "WorkerState"]
+
+_NOBODY = Pools()
 
 
 class Fleet:
@@ -36,6 +39,8 @@ class Fleet:
         self._on_change = on_change
         self._on_room = on_room
         self._ready: dict[str, tuple[Candidate, ...]] = {}
+        self._pools: dict[str, Pools] = {}
+        self._paired: frozenset[str] = frozenset()
         self._models: tuple[str, ...] = ()
         self._engines: dict[str, list[EngineKind | None]] = {}
         self._is_one_model = True  # like what is above, asked for with every request
@@ -113,14 +118,14 @@ class Fleet:
         Raises:
             NoReadyWorker: There are none.
         """
-        allowed = tuple(
-            candidate
-            for candidate in candidates
-            if candidate.key.worker_id not in self.tripped or self._members[candidate.key.worker_id].breaker.allows(now)
-        )
+        allowed = tuple(candidate for candidate in candidates if self.is_let_through(candidate.key.worker_id, now))
         if not allowed:
             raise NoReadyWorker("every ready worker has failed its last requests and is left alone for a moment")
         return allowed
+
+    def is_let_through(self, worker_id: str, now: float) -> bool:
+        """Whether a worker's breaker lets a request through now."""
+        return worker_id not in self.tripped or self._members[worker_id].breaker.allows(now)
 
     def with_room(self, candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
         """Those of ``candidates`` that are not full.
@@ -141,23 +146,34 @@ class Fleet:
             self._on_room()
 
     def _changed(self, member: Member) -> None:
-        ready: dict[str, list[Candidate]] = {}
         self._engines = {}
         for other in self:
-            facts = other.facts
+            kind = other.facts.engine if other.facts else other.engine
             for name in other.names:
-                self._engines.setdefault(name, []).append(facts.engine if facts else other.engine)
-            if facts is None or other.state is not WorkerState.READY or other.role is not Role.REGULAR:
-                continue
-            group = BlockGroup(facts.engine, facts.page_size)
-            ranks = [Candidate(RankKey(other.worker.id, r), other.load_of(r), group) for r in range(facts.dp_size)]
-            for name in other.names:
-                ready.setdefault(name, []).extend(ranks)
+                self._engines.setdefault(name, []).append(kind)
         self.has_vllm = any(other.facts is not None and other.facts.engine is EngineKind.VLLM for other in self)
-        self._ready = {model: tuple(candidates) for model, candidates in ready.items()}
+        self._pools = self._ranks_by_role(WorkerState.READY)
+        self._ready = {model: tuple(pools.regular) for model, pools in self._pools.items() if pools.regular}
+        self._paired = frozenset(name for other in self if other.role is not Role.REGULAR for name in other.names)
         self._models = tuple(self._engines)
         self._is_one_model = len({other.model_id for other in self if other.model_id is not None}) <= 1
         self._on_change(member)
+
+    def _ranks_by_role(self, state: WorkerState) -> dict[str, Pools]:
+        """The ranks of all workers that are in one state, by model."""
+        found: dict[str, dict[Role, list[Candidate]]] = {}
+        for member in self:
+            facts = member.facts
+            if facts is None or member.state is not state:
+                continue
+            group = BlockGroup(facts.engine, facts.page_size)
+            ranks = [Candidate(RankKey(member.worker.id, r), member.load_of(r), group) for r in range(facts.dp_size)]
+            for name in member.names:
+                found.setdefault(name, {}).setdefault(member.role, []).extend(ranks)
+        return {
+            name: Pools(**{str(role): tuple(ranks) for role, ranks in by_role.items()})
+            for name, by_role in found.items()
+        }
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -201,21 +217,25 @@ class Fleet:
         ready = self._ready.get(model)
         if ready:
             return ready
-        states = sorted({self.reason(member) for member in self if model in member.names})
-        raise NoReadyWorker(f"no worker for the model {model!r} is ready ({', '.join(states) or 'none left'})")
+        raise self.none_ready(model)
 
-    def is_paused_for(self, model: str, can_take: Callable[[Member], bool]) -> bool:
-        """Whether a paused worker of ``model`` could take a request if it were not paused.
+    def none_ready(self, model: str) -> NoReadyWorker:
+        """Why no worker of ``model`` gets requests."""
+        found = [member for member in self if model in member.names]
+        states = sorted({f"{m.role} alone" if m.state is WorkerState.READY else self.reason(m) for m in found})
+        return NoReadyWorker(f"no worker for the model {model!r} is ready ({', '.join(states) or 'none left'})")
 
-        Args:
-            model: The pool.
-            can_take: Whether the request could go to a member at all.
-        """
-        return any(
-            member.state is WorkerState.PAUSED and member.role is Role.REGULAR and can_take(member)
-            for member in self
-            if model in member.names
-        )
+    def has_pairs(self, model: str) -> bool:
+        """Whether a prefill or decode worker, ready or not, serves ``model``."""
+        return model in self._paired
+
+    def pools(self, model: str) -> Pools:
+        """Ranks of ready workers of ``model``, whatever their role; all pools may be empty."""
+        return self._pools.get(model, _NOBODY)
+
+    def paused(self, model: str) -> Pools:
+        """Ranks of paused workers of ``model``."""
+        return self._ranks_by_role(WorkerState.PAUSED).get(model, _NOBODY)
 
     def engines_serving(self, model: str) -> Sequence[EngineKind | None]:
         """Engine kind, ``None`` while it is unknown, of each worker that serves ``model``, ready or not."""
@@ -223,17 +243,27 @@ class Fleet:
 
     def has_ready(self, model: str) -> bool:
         """Whether a request for ``model`` can be placed now."""
-        return bool(self._ready.get(model))
+        return can_serve(self.pools(model))
 
     def reason(self, member: Member) -> str:
-        """Why a member gets no requests, in a word or two."""
-        if member.state is WorkerState.READY and member.role is not Role.REGULAR:
-            return f"{member.role} worker, which this release cannot pair"
-        return str(member.state)
+        """Why a member gets no requests, in a word or two; ``ready`` if it gets some."""
+        if member.state is not WorkerState.READY or member.role is Role.REGULAR or member.facts is None:
+            return str(member.state)
+        engine = member.facts.engine
+        if member.role is Role.DECODE and engine is EngineKind.VLLM:
+            return str(member.state)  # it can serve alone
+        other = Role.DECODE if member.role is Role.PREFILL else Role.PREFILL
+        for name in member.names:
+            pools = self.pools(name)
+            partners = pools.decode if other is Role.DECODE else pools.prefill
+            if any(one.group is not None and one.group.engine is engine for one in partners):
+                return str(member.state)
+        return f"{member.role} worker without a ready {other} worker"
 
     def valid_ranks(self, model: str) -> int:
-        """Largest number of ranks that any worker of ``model`` has."""
-        return max((member.dp_size for member in self if model in member.names), default=0)
+        """Largest number of ranks that any worker of ``model`` has that answers requests; prefill workers do not."""
+        found = (member.dp_size for member in self if model in member.names and member.role is not Role.PREFILL)
+        return max(found, default=0)
 
     def pinned(
         self, candidates: tuple[Candidate, ...], model: str, dp_rank: int | None, worker_id: str | None
@@ -244,6 +274,21 @@ class Fleet:
             NoSuchRank: The worker, or no worker of the model, has that rank, or there is no such worker.
             NoReadyWorker: It exists and is not ready.
         """
+        self.check_pins(model, dp_rank, worker_id)
+        if worker_id is not None:
+            candidates = tuple(c for c in candidates if c.key.worker_id == worker_id)
+        if dp_rank is not None:
+            candidates = tuple(c for c in candidates if c.key.dp_rank == dp_rank)
+        if not candidates:
+            raise NoReadyWorker("the worker or rank that the request is pinned to is not ready")
+        return candidates
+
+    def check_pins(self, model: str, dp_rank: int | None, worker_id: str | None) -> None:
+        """See that what a request is pinned to exists, ready or not.
+
+        Raises:
+            NoSuchRank: The worker, or no worker of the model, has that rank, or there is no such worker.
+        """
         ranks = self.valid_ranks(model)
         if worker_id is not None:
             member = self._members.get(worker_id)
@@ -251,13 +296,8 @@ class Fleet:
                 raise NoSuchRank(f"there is no worker {worker_id!r}", "x-forebay-worker")
             if member.names and model not in member.names:
                 raise NoSuchRank(f"the worker {worker_id!r} does not serve {model!r}", "x-forebay-worker")
-            ranks = member.dp_size
-            candidates = tuple(c for c in candidates if c.key.worker_id == worker_id)
-        if dp_rank is not None:
-            if dp_rank >= ranks > 0:
-                message = f"there is no data-parallel rank {dp_rank}, valid ranks are 0 to {ranks - 1}"
-                raise NoSuchRank(message, "x-data-parallel-rank")
-            candidates = tuple(c for c in candidates if c.key.dp_rank == dp_rank)
-        if not candidates:
-            raise NoReadyWorker("the worker or rank that the request is pinned to is not ready")
-        return candidates
+            if member.role is not Role.PREFILL:  # beside which any decode worker may answer
+                ranks = member.dp_size
+        if dp_rank is not None and dp_rank >= ranks > 0:
+            message = f"there is no data-parallel rank {dp_rank}, valid ranks are 0 to {ranks - 1}"
+            raise NoSuchRank(message, "x-data-parallel-rank")

@@ -21,6 +21,7 @@ from routers.types import Candidate, Placement, PromptBlocks, RouteRequest
 # So many handoffs that no decode worker took over, within so long: the two are not paired.
 ABANDONED_LIMIT: Final = 3
 ABANDONED_WINDOW_S: Final = 60.0
+_UNPAIRED: Final = "prefill and decode workers failed to hand prompts over, and are not paired for a moment"
 
 
 class NoPair(NoReadyWorker):
@@ -163,7 +164,7 @@ class PairRouter:
             NoPair: Nothing can take it now; the message says why.
         """
         pins = pins or Pins()
-        pools = _pinned(pools, pins)
+        pools = pinned(pools, pins)
         if needs_one_worker or self.short_prompt_tokens:
             single = self._alone(request, pools, pins)
             if single is not None and (needs_one_worker or self._is_short(request, single)):
@@ -173,14 +174,11 @@ class PairRouter:
             return pair
         single = self._alone(request, pools, pins)
         if single is None:
-            raise _reason(pools, needs_one_worker=needs_one_worker)
+            raise obstacle(pools, pins, needs_one_worker=needs_one_worker) or NoPair(_UNPAIRED)
         return Alone(single)
 
     def _alone(self, request: RouteRequest, pools: Pools, pins: Pins) -> Placement | None:
-        if pins.worker_id is not None and any(one.key.worker_id == pins.worker_id for one in pools.prefill):
-            return None
-        # SGLang's decode workers refuse what comes without a handoff, or die of it.
-        able = [*pools.regular, *(one for one in pools.decode if _engine_of(one) is EngineKind.VLLM)]
+        able = _able_alone(pools, pins)
         return self.alone.select(request, able) if able else None
 
     def _is_short(self, request: RouteRequest, single: Placement) -> bool:
@@ -227,7 +225,21 @@ def kv_aware_pairs(rng: random.Random, short_prompt_tokens: int = 0) -> PairRout
     )
 
 
-def _reason(pools: Pools, *, needs_one_worker: bool) -> NoPair:
+def can_serve(pools: Pools, pins: Pins | None = None, *, needs_one_worker: bool = False) -> bool:
+    """Whether a pair, or one worker alone, can serve a request; what pairs have lost together is not looked at."""
+    return obstacle(pools, pins or Pins(), needs_one_worker=needs_one_worker) is None
+
+
+def obstacle(pools: Pools, pins: Pins, *, needs_one_worker: bool = False) -> NoPair | None:
+    """Why nothing in the pools can serve a request, ``None`` if something can.
+
+    Args:
+        pools: What there is; narrowed by ``pinned``.
+        pins: What the client fixes.
+        needs_one_worker: No pair can serve it.
+    """
+    if _able_alone(pools, pins):
+        return None
     if needs_one_worker:
         return NoPair("no worker that serves requests alone is ready, which this one needs", Role.REGULAR)
     if not pools.prefill:
@@ -236,16 +248,28 @@ def _reason(pools: Pools, *, needs_one_worker: bool) -> NoPair:
         return NoPair("no decode worker is ready", Role.DECODE)
     engines = {_engine_of(one) for one in pools.prefill} & {_engine_of(one) for one in pools.decode}
     if engines - {None}:
-        return NoPair("prefill and decode workers failed to hand prompts over, and are not paired for a moment")
+        return None
     return NoPair("the prefill and the decode workers that are ready run different engines")
+
+
+def _able_alone(pools: Pools, pins: Pins) -> list[Candidate]:
+    """Who may serve the request alone: not what is beside a prefill worker that the client asks for."""
+    if pins.worker_id is not None and any(one.key.worker_id == pins.worker_id for one in pools.prefill):
+        return []
+    # SGLang's decode workers refuse what comes without a handoff, or die of it.
+    return [*pools.regular, *(one for one in pools.decode if _engine_of(one) is EngineKind.VLLM)]
 
 
 def _engine_of(candidate: Candidate) -> EngineKind | None:
     return candidate.group.engine if candidate.group is not None else None
 
 
-def _pinned(pools: Pools, pins: Pins) -> Pools:
-    """The pools with what the client fixes; a pinned prefill worker leaves decode free, and the other way round."""
+def pinned(pools: Pools, pins: Pins) -> Pools:
+    """The pools with what the client fixes; a pinned prefill worker leaves decode free, and the other way round.
+
+    Raises:
+        NoPair: What it fixes is in none of them.
+    """
     prefill, decode, regular = pools.prefill, pools.decode, pools.regular
     if pins.worker_id is not None:
         wanted = [[one for one in pool if one.key.worker_id == pins.worker_id] for pool in (prefill, decode, regular)]

@@ -265,7 +265,7 @@ def test_reasons_are_said() -> None:
     paused.probed(PAUSED, is_busy=False)
     draining.is_draining = True
     fleet = fleet_of(paused, draining, decode)
-    with pytest.raises(NoReadyWorker, match="decode worker, which this release cannot pair, draining, paused"):
+    with pytest.raises(NoReadyWorker, match="decode alone, draining, paused"):
         fleet.candidates("m")
     with pytest.raises(NoReadyWorker, match="none left"):
         fleet.candidates("gone")
@@ -395,15 +395,3 @@ def test_a_breaker_that_closes_gives_room() -> None:
     assert fleet.tripped == {"w"}
     fleet.succeeded(one)
     assert (fleet.tripped, told) == (set(), ["room"])
-
-
-def test_a_paused_worker_may_come_back() -> None:
-    one, other = ready("one"), ready("other", model_id="n")
-    fleet = fleet_of(one, other)
-    assert not fleet.is_paused_for("m", lambda member: True)
-    one.probed(PAUSED, is_busy=False)
-    assert fleet.is_paused_for("m", lambda member: member is one)
-    assert not fleet.is_paused_for("m", lambda member: False)
-    assert not fleet.is_paused_for("n", lambda member: True)
-    one.is_draining = True
-    assert not fleet.is_paused_for("m", lambda member: True)
