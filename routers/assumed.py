@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kv_events.index_types import Overlap, RankId
-from routers.block_tree import BlockTree
+from routers.block_tree import BlockTree, Run
 
 PREDICTED_TTL_S: Final = 2.0
 APPROXIMATE_TTL_S: Final = 120.0
@@ -30,18 +30,18 @@ class Assumption:
     Attributes:
         rank: Worker id and data-parallel rank.
         expires_at: When it ends by itself, in seconds of the caller's clock.
-        chain_end: Its last block, ``None`` once it has ended.
+        chain: What is held for it, ``None`` once it has ended.
     """
 
     rank: RankId
     expires_at: float
-    chain_end: int | None
+    chain: Run | None
 
 
 @dataclass(slots=True)
 class _Rank:
     tree: BlockTree = field(default_factory=BlockTree)
-    by_end: dict[int | None, list[Assumption]] = field(default_factory=dict)
+    by_end: dict[int, list[Assumption]] = field(default_factory=dict)
 
 
 class AssumedBlocks:
@@ -88,10 +88,11 @@ class AssumedBlocks:
         if state is None:
             state = self._ranks[rank] = _Rank()
         before = len(state.tree)
-        end = assumption.chain_end = state.tree.hold(sequence_hashes)
+        chain = assumption.chain = state.tree.hold(sequence_hashes)
+        assert chain is not None  # there are hashes
         added = len(state.tree) - before
         self.blocks += added
-        state.by_end.setdefault(end, []).append(assumption)
+        state.by_end.setdefault(chain.blocks[-1], []).append(assumption)
         self._oldest_first.append(assumption)
         self._prune(added)
         return assumption
@@ -112,9 +113,8 @@ class AssumedBlocks:
         """Count the leading blocks of a prompt that ranks are assumed to hold; ranks without any are left out."""
         self.expire(now)
         found = {}
-        blocks = 0
         for rank, state in self._ranks.items():
-            blocks = state.tree.leading(sequence_hashes, blocks)
+            blocks = state.tree.leading(sequence_hashes)
             if blocks:
                 found[rank] = blocks
         return found
@@ -135,12 +135,12 @@ class AssumedBlocks:
             self.blocks -= len(state.tree)
             for assumptions in state.by_end.values():
                 for assumption in assumptions:
-                    assumption.chain_end = None
+                    assumption.chain = None
 
     def expire(self, now: float) -> None:
         """Drop what is due."""
         oldest_first = self._oldest_first
-        while oldest_first and (oldest_first[0].expires_at <= now or oldest_first[0].chain_end is None):
+        while oldest_first and (oldest_first[0].expires_at <= now or oldest_first[0].chain is None):
             self._end(oldest_first.popleft())
 
     def _prune(self, added: int) -> None:
@@ -157,16 +157,17 @@ class AssumedBlocks:
         self._is_pruning = self.blocks > target
 
     def _end(self, assumption: Assumption) -> None:
-        end, assumption.chain_end = assumption.chain_end, None
-        if end is None:
+        chain, assumption.chain = assumption.chain, None
+        if chain is None:
             return
         state = self._ranks[assumption.rank]
+        end = chain.blocks[-1]
         same_end = state.by_end[end]
         same_end.remove(assumption)
         if not same_end:
             del state.by_end[end]
         before = len(state.tree)
-        state.tree.release(end)
+        state.tree.release(chain)
         self.blocks -= before - len(state.tree)
         if not state.by_end:
             del self._ranks[assumption.rank]

@@ -1,10 +1,29 @@
 """Distinct blocks of chains that are held for some time: of live requests, or of assumptions about caches. Pure.
 
-A sequence hash names its block together with all blocks before it. So where a block is held, its predecessors are held
-too: how much of a chain is held is found by bisection, and a block needs a count only where chains part or end.
+A sequence hash names its block together with all blocks before it. So where two chains have the same block, they have
+been one until there: only where chains part or end is there anything to remember. What lies between two such places is
+one run, which is found, taken and given up as a whole, however long it is.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """Blocks in a row, behind each of which but the last all chains go on in the same way; for ``BlockTree`` alone.
+
+    Attributes:
+        blocks: Sequence hashes, at least one. The last one stays the last.
+        before: What comes before its first block, ``None`` at a root.
+        holds: Chains that end with it, and runs that come behind it.
+        after: The runs that come behind it, by their first block.
+    """
+
+    blocks: Sequence[int]
+    before: "Run | None"
+    holds: int = 1
+    after: "dict[int, Run]" = field(default_factory=dict)
 
 
 class BlockTree:
@@ -13,87 +32,95 @@ class BlockTree:
     Exact even where hashes collide: every block is given up by the way on which it came.
     """
 
-    __slots__ = ("_extra", "_parents")
+    __slots__ = ("_blocks", "_roots")
 
     def __init__(self) -> None:
         """Hold nothing."""
-        self._parents: dict[int, int | None] = {}
-        # Successors and ends of chains at a block, less one: absent for nearly all of them.
-        self._extra: dict[int, int] = {}
+        self._roots: dict[int, Run] = {}
+        self._blocks = 0
 
     def __len__(self) -> int:
         """Number of distinct blocks."""
-        return len(self._parents)
+        return self._blocks
 
-    def leading(self, hashes: Sequence[int], guess: int = 0) -> int:
+    def leading(self, hashes: Sequence[int]) -> int:
         """Count the leading blocks of a chain that are held.
 
         Args:
             hashes: Sequence hashes from the first block on.
-            guess: A likely answer, in [0, ``len(hashes)``], such as that of another tree: it is tried before others.
         """
-        held = self._parents
-        if not held or not hashes or hashes[0] not in held:
+        if not hashes or hashes[0] not in self._roots:
             return 0
-        low, high = 0, len(hashes)
-        if guess:
-            if hashes[guess - 1] not in held:
-                high = guess - 1
-            elif guess == high or hashes[guess] not in held:
-                return guess
-            else:
-                low = guess
-        if hashes[high - 1] in held:
-            return high
-        while high - low > 1:
-            middle = (low + high) // 2
-            if hashes[middle] in held:
-                low = middle
-            else:
-                high = middle
-        return low + 1
+        return self._follow(hashes)[2]
 
-    def hold(self, hashes: Sequence[int]) -> int | None:
-        """Hold a chain; costs as much as it has blocks that are new.
+    def _follow(self, hashes: Sequence[int]) -> tuple[Run | None, int, int]:
+        """How far a chain is held: its last run, how many blocks of that run it has, and how many of all."""
+        run, used, found, length = None, 0, 0, len(hashes)
+        after = self._roots
+        while found < length and (following := after.get(hashes[found])) is not None:
+            run, blocks = following, following.blocks
+            used = min(len(blocks), length - found)
+            if blocks[used - 1] != hashes[found + used - 1]:
+                used = _common(blocks, hashes, found, used - 1)
+            found += used
+            if used < len(blocks):
+                break
+            after = run.after
+        return run, used, found
+
+    def hold(self, hashes: Sequence[int]) -> Run | None:
+        """Hold a chain.
 
         Args:
-            hashes: Sequence hashes from the first block on.
+            hashes: Sequence hashes from the first block on; those that are new are copied.
 
         Returns:
             What ``release`` takes, ``None`` if nothing is held.
         """
-        shared = self.leading(hashes)
-        parent = hashes[shared - 1] if shared else None
-        new = hashes[shared:]
-        fresh = dict(zip(new, (parent, *new[:-1]), strict=True)) if new else {}
-        if len(fresh) != len(new) or not self._parents.keys().isdisjoint(fresh):
-            new = self._until_known(new)
-            fresh = dict(zip(new, (parent, *new[:-1]), strict=False))
-        if parent is not None:
-            self._extra[parent] = self._extra.get(parent, 0) + 1
-        self._parents.update(fresh)
-        return new[-1] if new else parent
+        run, used, found = self._follow(hashes)
+        if run is not None:
+            if used < len(run.blocks):
+                run = self._part(run, used)
+            run.holds += 1
+        if found == len(hashes):
+            return run
+        new = Run(hashes[found:], run)
+        self._behind(run)[new.blocks[0]] = new
+        self._blocks += len(new.blocks)
+        return new
 
-    def _until_known(self, new: Sequence[int]) -> Sequence[int]:
-        """Cut off what follows a collision, or a hash that is there twice; there is one."""
-        seen: set[int] = set()
-        while (block := new[len(seen)]) not in seen and block not in self._parents:
-            seen.add(block)
-        return new[: len(seen)]
+    def _behind(self, run: Run | None) -> dict[int, Run]:
+        return self._roots if run is None else run.after
 
-    def release(self, end: int | None) -> None:
+    def _part(self, run: Run, cut: int) -> Run:
+        """Make a run of the first ``cut`` blocks of a longer one, which becomes the rest of itself."""
+        head = Run(run.blocks[:cut], run.before, 1, {run.blocks[cut]: run})
+        self._behind(head.before)[head.blocks[0]] = head
+        run.blocks, run.before = run.blocks[cut:], head
+        return head
+
+    def release(self, run: Run | None) -> None:
         """Give up a chain, once.
 
         Args:
-            end: What ``hold`` returned.
+            run: What ``hold`` returned.
         """
-        parents, extra = self._parents, self._extra
-        while end is not None:
-            count = extra.get(end)
-            if count is not None:
-                if count > 1:
-                    extra[end] = count - 1
-                else:
-                    del extra[end]
+        while run is not None:
+            run.holds -= 1
+            if run.holds:
                 return
-            end = parents.pop(end)
+            self._blocks -= len(run.blocks)
+            del self._behind(run.before)[run.blocks[0]]
+            run = run.before
+
+
+def _common(blocks: Sequence[int], hashes: Sequence[int], begin: int, differs: int) -> int:
+    """Count the blocks from ``begin`` on that a chain has in common: the first is, that at ``differs`` is not."""
+    low, high = 1, differs
+    while low < high:
+        middle = (low + high) // 2
+        if blocks[middle] == hashes[begin + middle]:
+            low = middle + 1
+        else:
+            high = middle
+    return low

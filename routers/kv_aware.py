@@ -96,17 +96,16 @@ class KvAware:
         least_prefill = 0
         if parameters.overlap_score_credit_decay:
             least_prefill = min([candidate.load.prefill_tokens for candidate in candidates])
-        prompt, group, shared = None, None, 0
+        prompt, group = None, None
         for candidate in candidates:
             if prompt is None or candidate.group != group:
-                group, shared = candidate.group, 0
+                group = candidate.group
                 prompt = _prompt_for(request, group)
                 block_size, tokens, full = prompt.block_size, prompt.prompt_tokens, prompt.full_blocks
                 hashes, device = prompt.sequence_hashes, prompt.overlap.device
                 has_lower_tiers = prompt.overlap.host or prompt.overlap.disk
             load = candidate.load
-            # Ranks mostly share what all prompts begin with, and so the same number of blocks.
-            shared = load.shared_blocks(hashes, shared)
+            shared = load.shared_blocks(hashes)
             on_device = device.get(candidate.key, 0)
             if not 0 <= on_device <= full:
                 on_device = _within(on_device, full)

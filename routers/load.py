@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from routers.block_tree import BlockTree
+from routers.block_tree import BlockTree, Run
 
 
 class RankLoad:
@@ -45,14 +45,9 @@ class RankLoad:
         """Nothing is booked."""
         return not (self.in_flight or self.blocks or self.prefill_tokens)
 
-    def shared_blocks(self, block_hashes: Sequence[int], guess: int = 0) -> int:
-        """Count the leading blocks of a prompt that live requests here use already; costs a few look-ups.
-
-        Args:
-            block_hashes: Sequence hashes of the prompt's blocks.
-            guess: A likely answer, such as that of another rank.
-        """
-        return self._tree.leading(block_hashes, guess)
+    def shared_blocks(self, block_hashes: Sequence[int]) -> int:
+        """Count the leading blocks of a prompt, by sequence hash, that live requests here use already."""
+        return self._tree.leading(block_hashes)
 
     def book(
         self, *, requests: int, blocks: int, prefill_tokens: int, block_hashes: Sequence[int] = ()
@@ -71,30 +66,30 @@ class RankLoad:
         if not block_hashes:
             return RankBooking(self, requests, blocks, prefill_tokens)
         before = len(self._tree)
-        chain_end = self._tree.hold(block_hashes)
+        chain = self._tree.hold(block_hashes)
         self.blocks += len(self._tree) - before
-        return RankBooking(self, requests, max(0, blocks - len(block_hashes)), prefill_tokens, chain_end)
+        return RankBooking(self, requests, max(0, blocks - len(block_hashes)), prefill_tokens, chain)
 
-    def release_chain(self, chain_end: int) -> None:
+    def release_chain(self, chain: Run) -> None:
         """Give the blocks of a chain back, but for those that other requests share; for bookings only."""
         before = len(self._tree)
-        self._tree.release(chain_end)
+        self._tree.release(chain)
         self.blocks -= before - len(self._tree)
 
 
 class RankBooking:
     """One request's share of a rank's load."""
 
-    __slots__ = ("_blocks", "_chain_end", "_is_released", "_load", "_prefill_tokens", "_requests")
+    __slots__ = ("_blocks", "_chain", "_is_released", "_load", "_prefill_tokens", "_requests")
 
     def __init__(
-        self, load: RankLoad, requests: int, blocks: int, prefill_tokens: int, chain_end: int | None = None
+        self, load: RankLoad, requests: int, blocks: int, prefill_tokens: int, chain: Run | None = None
     ) -> None:
         self._load = load
         self._requests = requests
         self._blocks = blocks
         self._prefill_tokens = prefill_tokens
-        self._chain_end = chain_end
+        self._chain = chain
         self._is_released = False
         load.in_flight += requests
         load.blocks += blocks
@@ -118,6 +113,6 @@ class RankBooking:
         self.first_token()
         self._load.in_flight -= self._requests
         self._load.blocks -= self._blocks
-        if self._chain_end is not None:
-            self._load.release_chain(self._chain_end)
+        if self._chain is not None:
+            self._load.release_chain(self._chain)
         self._load.note()

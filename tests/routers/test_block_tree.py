@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_events.hashing import sequence_hashes
-from routers.block_tree import BlockTree
+from routers.block_tree import BlockTree, Run
 from routers.load import RankBooking, RankLoad
 
 # Prompts of few different blocks, so that they share beginnings and nothing else.
@@ -20,12 +20,12 @@ def leading(held: set[int], chain: Sequence[int]) -> int:
     return next((index for index, block in enumerate(chain) if block not in held), len(chain))
 
 
-@given(st.lists(st.tuples(PROMPT, st.booleans()), max_size=24), st.integers(0), PROMPT, st.integers(0, 12))
+@given(st.lists(st.tuples(PROMPT, st.booleans()), max_size=24), st.integers(0), PROMPT)
 def test_blocks_are_those_of_the_chains_that_are_held(
-    steps: list[tuple[list[int], bool]], seed: int, asked: list[int], guess: int
+    steps: list[tuple[list[int], bool]], seed: int, asked: list[int]
 ) -> None:
     tree, rng = BlockTree(), random.Random(seed)
-    live: list[tuple[list[int], int | None]] = []
+    live: list[tuple[list[int], Run | None]] = []
     for chain, releases in steps:
         if releases and live:
             tree.release(live.pop(rng.randrange(len(live)))[1])
@@ -33,26 +33,28 @@ def test_blocks_are_those_of_the_chains_that_are_held(
             live.append((chain, tree.hold(chain)))
         held = {block for chain, _ in live for block in chain}
         assert len(tree) == len(held)
-        assert tree.leading(asked) == tree.leading(asked, min(guess, len(asked))) == leading(held, asked)
-    for _, end in live:
-        tree.release(end)
+        assert tree.leading(asked) == leading(held, asked)
+    for _, run in live:
+        tree.release(run)
     assert len(tree) == 0
-    assert not tree._extra
+    assert not tree._roots
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 7, 64])
-def test_what_is_shared_is_found_at_every_length_from_every_guess(length: int) -> None:
+def test_what_is_shared_is_found_at_every_length(length: int) -> None:
     chain = sequence_hashes(range(length))
     for shared in range(length + 1):
         tree = BlockTree()
-        tree.hold(chain[:shared])
-        assert {tree.leading(chain, guess) for guess in range(length + 1)} == {shared}
+        tree.hold([*chain[:shared], *sequence_hashes(range(1000, 1003), chain[shared - 1] if shared else None)])
+        assert tree.leading(chain) == shared
+        tree.hold(chain)
+        assert (tree.leading(chain), len(tree)) == (length, length + 3)
 
 
 def test_chains_may_be_any_sequence() -> None:
     tree = BlockTree()
-    ends = [tree.hold((1, 2)), tree.hold([1, 2, 3]), tree.hold(()), tree.hold(range(5, 7))]
-    assert (len(tree), ends) == (5, [2, 3, None, 6])
+    runs = [tree.hold((1, 2)), tree.hold([1, 2, 3]), tree.hold(()), tree.hold(range(5, 7))]
+    assert (len(tree), [run and run.blocks[-1] for run in runs]) == (5, [2, 3, None, 6])
 
 
 CHAINS_OF_ANYTHING = st.lists(st.lists(st.integers(0, 6), max_size=8), max_size=16)
@@ -61,13 +63,13 @@ CHAINS_OF_ANYTHING = st.lists(st.lists(st.integers(0, 6), max_size=8), max_size=
 @given(CHAINS_OF_ANYTHING, st.randoms(use_true_random=False))
 def test_colliding_hashes_leave_nothing_behind(chains: list[list[int]], rng: random.Random) -> None:
     tree = BlockTree()
-    ends = [tree.hold(chain) for chain in chains]
-    assert len(tree) <= len({block for chain in chains for block in chain})
-    rng.shuffle(ends)
-    for end in ends:
-        tree.release(end)
+    runs = [tree.hold(chain) for chain in chains]
+    assert len(tree) <= sum(map(len, chains))
+    rng.shuffle(runs)
+    for run in runs:
+        tree.release(run)
     assert len(tree) == 0
-    assert not tree._extra
+    assert not tree._roots
 
 
 # As booked on ranks.
