@@ -14,6 +14,9 @@ from backends.upstream.h1_call import H1Call
 MAX_HEAD_BYTES = 256 * 1024
 # Larger bodies are not copied into one buffer with the head.
 JOIN_BODY_BELOW_BYTES = 64 * 1024
+# What is left of an answer of this announced length after the read with its head goes past the parser, which would
+# copy it and has nothing to say about it.
+PLAIN_FROM_BYTES = 64 * 1024
 
 
 class Pool(Protocol):
@@ -41,6 +44,7 @@ class H1Connection(asyncio.Protocol):
         "_headers",
         "_is_paused",
         "_parser",
+        "_plain_left_bytes",
         "_poll",
         "_pool",
         "_served",
@@ -69,6 +73,7 @@ class H1Connection(asyncio.Protocol):
         self._content_length: int | None = None
         self._content_type = ""
         self._chunked = False
+        self._plain_left_bytes = 0
 
     def start(self, call: H1Call) -> None:
         """Write the call's request; small bodies go out in one buffer with the head."""
@@ -136,6 +141,9 @@ class H1Connection(asyncio.Protocol):
             # Bytes that no request asked for: the connection cannot be trusted any more.
             self.abandon()
             return
+        if self._plain_left_bytes:
+            self._plain_received(self._call, data)
+            return
         if not self._status:
             self._head_bytes += len(data)
         try:
@@ -150,6 +158,18 @@ class H1Connection(asyncio.Protocol):
             return
         if self._call is not None:
             self._call.on_read_done()
+
+    def _plain_received(self, call: H1Call, data: bytes) -> None:
+        """Take more of a body of known length, of which nothing but its end is to be found."""
+        left = self._plain_left_bytes - len(data)
+        call.on_data(data if left >= 0 else data[:left])
+        if left > 0:
+            self._plain_left_bytes = left
+            call.on_read_done()
+            return
+        is_reusable = left == 0 and self._parser.should_keep_alive()
+        self._parser = None  # it waits for the rest of this body
+        self._complete(reusable=is_reusable)
 
     def eof_received(self) -> None:
         """The worker closes; the transport follows (asyncio callback).
@@ -185,7 +205,9 @@ class H1Connection(asyncio.Protocol):
     def _complete(self, *, reusable: bool) -> None:
         call, self._call = self._call, None
         self._served += 1
-        self.resume_reading()
+        self._plain_left_bytes = 0
+        if self._is_paused:
+            self.resume_reading()
         if call is not None:
             call.on_complete()
         if self._transport is None:
@@ -226,11 +248,15 @@ class H1Connection(asyncio.Protocol):
             return
         self._status = status
         length = None if self._chunked else self._content_length
+        if length is not None and length >= PLAIN_FROM_BYTES:
+            self._plain_left_bytes = length
         if self._call is not None:
             self._call.on_head(AnswerHead(status, self._headers, length, self._content_type))
 
     def on_body(self, data: bytes) -> None:
         """A piece of the body, already unchunked (httptools callback)."""
+        if self._plain_left_bytes:
+            self._plain_left_bytes -= len(data)
         if self._call is not None:
             self._call.on_data(data)
 
