@@ -90,6 +90,9 @@ class EngineFacts:
         adapters: Those of ``models`` that are LoRA adapters.
         kv_blocks: Blocks that the KV cache of one rank holds, ``None`` if unknown.
         kv_announcement: JSON in which the engine says where it publishes KV events; empty if it says nothing.
+        bootstrap_port: Where SGLang hands prompts over if it is a prefill worker, ``None`` if it does not say.
+        follows_rooms: SGLang takes the room modulo its ranks for the rank if it is a prefill worker.
+        kv_connector: How vLLM hands prompts over: ``nixl``, ``mooncake``, or empty if it does not say.
     """
 
     engine: EngineKind
@@ -108,3 +111,6 @@ class EngineFacts:
     adapters: tuple[str, ...] = ()
     kv_blocks: int | None = None
     kv_announcement: bytes = field(default=b"", repr=False)
+    bootstrap_port: int | None = None
+    follows_rooms: bool = False
+    kv_connector: str = ""

@@ -13,6 +13,7 @@ from backends.abort_supervisor import AbortSupervisor
 from backends.control import get_status
 from backends.errors import UpstreamError
 from backends.leg_events import Cause, LegTimes
+from backends.pair_types import Overlap, PairTimes
 from backends.sglang.backend import SGLangBackend
 from backends.types import EngineKind, Worker
 from backends.upstream.base import UpstreamClient
@@ -40,6 +41,8 @@ from gateway.kv_view import KvView
 from gateway.lifespan import WatchTimes
 from gateway.live import LiveLegs, LiveRequests
 from gateway.metrics import Metrics
+from gateway.pair_metrics import PairMetrics
+from gateway.prefill_tails import PrefillTails
 from gateway.prefixes import Prefixes
 from gateway.services import Limits, Services
 from gateway.settings import Settings, SettingsError, read_config_workers, read_key_file, resolve_worker_keys
@@ -49,7 +52,7 @@ from gateway.tokens.service import PromptTokenizers
 from gateway.waiting_room import WaitingRoom
 from routers.admission import AdmissionQueue
 from routers.fleet import Fleet, Member, WorkerState
-from routers.registry import make_policy
+from routers.registry import make_pairs, make_policy
 
 logger = logging.getLogger("forebay")
 
@@ -138,10 +141,13 @@ class Gateway:
             queued=lambda: len(self.services.waiting),
         )
         metrics.add(self.kv_metrics.families)
+        tails = PrefillTails()
+        pair_metrics = PairMetrics(lambda: len(tails))
+        metrics.add(pair_metrics.families)
         aborter = AbortSupervisor(
             self._control,
             metrics,
-            times=LegTimes(delay_s=settings.abort_delay_s),
+            times=LegTimes(delay_s=settings.abort_delay_s, handoff_drain_s=settings.handoff_drain_timeout_s),
         )
         policy = make_policy(settings.policy, settings.seed)
         return Services(
@@ -158,9 +164,16 @@ class Gateway:
                     settings.first_token_timeout_s or 0.0,
                     settings.stall_timeout_s or 0.0,
                 ),
+                pair_times=PairTimes(
+                    header_timeout_s=settings.prefill_header_timeout_s,
+                    hold_s=settings.prefill_hold_timeout_s,
+                    max_handoff_age_s=settings.handoff_max_age_s,
+                ),
+                overlap=Overlap(settings.prefill_overlap),
             ),
             fleet=fleet,
             policy=policy,
+            pairs=make_pairs(settings.policy, settings.seed, settings.short_prompt_tokens),
             client=self._client,
             backends={
                 EngineKind.SGLANG: SGLangBackend(self._control),
@@ -187,6 +200,8 @@ class Gateway:
             wall_clock=time.time,
             is_alive=self._is_alive,
             new_id=fresh_ids(),
+            tails=tails,
+            pair_metrics=pair_metrics,
         )
 
     async def _is_alive(self, worker: Worker) -> bool:
@@ -204,6 +219,7 @@ class Gateway:
         if is_gone:
             self.kv.forget(member.worker.id)
         if is_gone or self.kv.changed(member):
+            self.services.pairs.health.forget(member.worker.id)
             self.services.prefixes.parity.forget(member.worker.id)
             self.services.prefixes.forget(member.worker.id)
         if member.is_paused:
@@ -282,8 +298,10 @@ class Gateway:
         try:
             async with asyncio.timeout(self.settings.drain_timeout_s):
                 await live.wait_empty()
+                await self.services.tails.wait_empty()
         except TimeoutError:
             logger.warning("drain deadline: %d request(s) are stopped", len(live))
+            await self.services.tails.stop()
             for request in live:
                 request.stop(Cause.SHUTDOWN)
             try:
@@ -292,6 +310,7 @@ class Gateway:
             except TimeoutError:
                 logger.warning("%d request(s) did not end in time", len(live))
         await self.fan_outs.aclose(max(deadline - asyncio.get_running_loop().time(), 0.0))
+        await self.services.tails.stop()
         await self.services.aborter.aclose(STOP_GRACE_S)
         self.drained.set()
 
@@ -299,7 +318,9 @@ class Gateway:
         await self.workers.aclose()
         await self._drains.aclose()
         await self.fan_outs.aclose()
+        await self.services.tails.stop()
         await self.services.aborter.aclose()
+        await self.services.tails.aclose()
         self.services.prefixes.close()
         self.kv.close()
         await self._client.aclose()

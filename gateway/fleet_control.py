@@ -103,6 +103,7 @@ class FleetControl:
             engine=None if spec.engine == "auto" else EngineKind(spec.engine),
             pinned_model=spec.model,
             pinned_role=None if spec.role == "auto" else Role(spec.role),
+            pinned_bootstrap_port=spec.bootstrap_port,
             unhealthy_after=self._unhealthy_after,
             healthy_after=self._healthy_after,
             breaker=Breaker(threshold=self._breaker_failures, open_s=self._breaker_open_s),
@@ -114,8 +115,6 @@ class FleetControl:
         name = f"watch {worker.id}"
         self._watches[worker.id] = self._loops.spawn(supervise(name, watch.run, self._on_fatal), name)
         logger.info("worker %s added", worker.id)
-        if member.role is not Role.REGULAR:
-            logger.warning("worker %s gets no requests: this release cannot pair %s workers", worker.id, member.role)
         return member
 
     def kv_setting(self, worker_id: str) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from backends.base import Backend
 from backends.errors import IdentifyFailed
-from backends.types import EngineFacts, EngineKind, ProbeResult, Role
+from backends.types import EngineFacts, EngineKind, ProbeResult
 from routers.fleet import Member
 
 logger = logging.getLogger("forebay.workers")
@@ -90,8 +90,6 @@ class WorkerWatch:
             facts.context_tokens,
             "incremental" if facts.incremental_output else "cumulative",
         )
-        if member.role is not Role.REGULAR and member.pinned_role is None:
-            logger.warning("worker %s gets no requests: it is a %s worker", member.worker.id, member.role)
 
     async def _ask(self) -> EngineFacts:
         """Ask as the engine kind that was given, or as each kind in turn."""

@@ -1,10 +1,12 @@
 """What every exchange shares."""
 
+import random
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from backends.abort_supervisor import AbortSupervisor
 from backends.base import Backend
+from backends.pair_types import Overlap, PairTimes
 from backends.types import EngineKind, Worker
 from backends.upstream.base import UpstreamClient
 from gateway.access_log import AccessRecord
@@ -13,10 +15,13 @@ from gateway.kv_metrics import KvMetrics
 from gateway.kv_view import KvView
 from gateway.live import LiveLegs, LiveRequests
 from gateway.metrics import Metrics
+from gateway.pair_metrics import PairMetrics
+from gateway.prefill_tails import PrefillTails
 from gateway.prefixes import Prefixes
 from gateway.waiting_room import WaitingRoom
 from routers.base import Router
 from routers.fleet import Fleet
+from routers.pair import PairRouter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +37,8 @@ class Limits:
         folds_unary: Engines are asked to stream for unary clients too, and the events folded.
         native_n: Unary requests for several samples go to the engine as they are.
         time: Time limits of a request.
+        pair_times: Durations of a request over a prefill and a decode worker.
+        overlap: When decode is sent, where it need not wait for prefill's end.
     """
 
     max_body_bytes: int
@@ -42,6 +49,8 @@ class Limits:
     folds_unary: bool = False
     native_n: bool = False
     time: TimeLimits = NO_LIMITS
+    pair_times: PairTimes = field(default_factory=PairTimes)
+    overlap: Overlap = Overlap.HEADERS
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,6 +61,7 @@ class Services:
         limits: Bounds.
         fleet: The workers.
         policy: Chooses among them.
+        pairs: Chooses where prefill and decode workers serve the model.
         client: Carries the data plane's calls.
         backends: One for each engine kind.
         aborter: Owns what outlives a request.
@@ -68,11 +78,16 @@ class Services:
         is_alive: Whether a worker that dropped a connection still takes one.
         new_id: Makes a fresh 32-hex id.
         is_draining: Nothing is admitted any more.
+        live_rooms: Under which prefill and decode workers hand over the prompts of live requests.
+        room_bits: Draws them.
+        tails: Reads the legs of pairs, and owns prefills that nobody waits for.
+        pair_metrics: Counters of pairs.
     """
 
     limits: Limits
     fleet: Fleet
     policy: Router
+    pairs: PairRouter
     client: UpstreamClient
     backends: dict[EngineKind, Backend]
     aborter: AbortSupervisor
@@ -88,4 +103,8 @@ class Services:
     wall_clock: Callable[[], float]
     is_alive: Callable[[Worker], Awaitable[bool]]
     new_id: Callable[[], str]
+    tails: PrefillTails
+    pair_metrics: PairMetrics
     is_draining: bool = False
+    live_rooms: set[int] = field(default_factory=set)
+    room_bits: random.Random = field(default_factory=random.SystemRandom)

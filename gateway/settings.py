@@ -46,11 +46,6 @@ NOT_YET: Final[dict[str, str]] = {
     "kv_listen": "leave it out",
     "kv_key_file": "leave it out",
     "kv_authorized_keys": "leave it out",
-    "prefill_header_timeout_s": "leave it out",
-    "prefill_hold_timeout_s": "leave it out",
-    "prefill_overlap": "leave it out",
-    "handoff_drain_timeout_s": "leave it out",
-    "handoff_max_age_s": "leave it out",
 }
 
 _HEADER_TEXT: Final = re.compile(r"[\x21-\x7e]+")
@@ -121,12 +116,20 @@ class Settings(BaseModel):
     native_n: bool = declare(False, "leave n > 1 to the engine everywhere, in place of one request a choice")
     connect_timeout_s: Deadline = declare(5.0, "longest wait for a connection to a worker", "s")
     prefill_header_timeout_s: Deadline = declare(30.0, "longest wait for a prefill worker's answer to start", "s")
-    handoff_drain_timeout_s: Deadline = declare(30.0, "longest wait for a handoff nobody will use to end", "s")
-    handoff_max_age_s: Deadline = declare(20.0, "age from which a vLLM handoff is prefilled again", "s")
-    prefill_hold_timeout_s: Deadline = declare(30.0, "longest hold of a prefill result without a decode worker", "s")
-    prefill_overlap: Literal["headers", "immediate"] = declare(
-        "headers", "when decode starts: once prefill has answered with headers, or at once"
+    handoff_drain_timeout_s: Deadline = declare(
+        30.0, "longest that a vLLM decode worker gets to take over the prompt of a client that is gone", "s"
     )
+    handoff_max_age_s: Deadline = declare(20.0, "age from which a vLLM handoff is prefilled again", "s")
+    prefill_hold_timeout_s: Duration = declare(
+        30.0, "longest wait for prefill's end once decode has answered all; then the request fails; 0 is no limit", "s"
+    )
+    prefill_overlap: Literal["headers", "immediate"] = declare(
+        "headers", "when decode starts on SGLang: once prefill has answered with headers, or at once"
+    )
+    short_prompt_tokens: int = declare(
+        0, "a prompt with at most so many uncached tokens goes to one worker where one can serve it alone; 0 is off",
+        "tokens", ge=0,
+    )  # fmt: skip
     tokenizer: Annotated[tuple[str, ...], AfterValidator(_tokenizers)] = declare(
         (), "MODEL=DIR of a local tokenizer", shown="none"
     )

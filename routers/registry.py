@@ -5,8 +5,10 @@ from collections.abc import Callable
 
 from routers.base import Router
 from routers.consistent_hash import ConsistentHash
+from routers.cost import DECODE_COST
 from routers.kv_aware import KvAware
 from routers.least_loaded import LeastLoaded
+from routers.pair import PairRouter, kv_aware_pairs
 from routers.power_of_two import PowerOfTwo
 from routers.prefix_approximate import PrefixApproximate
 from routers.round_robin import RoundRobin
@@ -35,7 +37,35 @@ def make_policy(name: str | None, seed: int | None) -> Router:
     Raises:
         ValueError: There is no such policy.
     """
+    return _constructor(name)(random.Random(seed))
+
+
+def make_pairs(name: str | None, seed: int | None, short_prompt_tokens: int = 0) -> PairRouter:
+    """Make what chooses where prefill and decode workers serve a model.
+
+    The policy chooses the prefill worker, or the worker that serves a request alone; decode goes by load.
+
+    Args:
+        name: A key of ``POLICIES``; ``None`` takes the default.
+        seed: Seed of its random choices; ``None`` takes one from the operating system.
+        short_prompt_tokens: See ``PairRouter``.
+
+    Raises:
+        ValueError: There is no such policy.
+    """
+    constructor, rng = _constructor(name), random.Random(seed)
+    if constructor is KvAware:
+        return kv_aware_pairs(rng, short_prompt_tokens)
+    return PairRouter(
+        prefill=constructor(rng),
+        decode=KvAware(rng, DECODE_COST),
+        alone=constructor(rng),
+        short_prompt_tokens=short_prompt_tokens,
+    )
+
+
+def _constructor(name: str | None) -> Callable[[random.Random], Router]:
     constructor = POLICIES.get(name or DEFAULT_POLICY)
     if constructor is None:
         raise ValueError(f"unknown policy {name!r}, known: {', '.join(sorted(POLICIES))}")
-    return constructor(random.Random(seed))
+    return constructor

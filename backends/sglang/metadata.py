@@ -38,6 +38,8 @@ class _ServerInfo(msgspec.Struct):
     enable_dp_attention: bool = False
     incremental_streaming_output: bool = False
     disaggregation_mode: str | None = None
+    disaggregation_bootstrap_port: int | None = None
+    load_balance_method: str | None = None
     random_seed: int | None = None
     max_total_num_tokens: int | None = None
     kv_events: _KvEvents | None = None
@@ -65,6 +67,9 @@ _ROLES = {
     "prefill": Role.PREFILL,
     "decode": Role.DECODE,
 }
+
+# What prefill workers do unless they are told otherwise, which ``auto`` is not; releases that say nothing may do it.
+_FOLLOWS_ROOMS = frozenset({None, "auto", "follow_bootstrap_room"})
 
 
 def facts_from(model_info: bytes, server_info: bytes, models: bytes) -> EngineFacts:
@@ -107,6 +112,8 @@ def facts_from(model_info: bytes, server_info: bytes, models: bytes) -> EngineFa
         adapters=tuple(item.id for item in served.data if item.parent is not None),
         kv_blocks=server.max_total_num_tokens // page_size if server.max_total_num_tokens else None,
         kv_announcement=_announcement(server_info),
+        bootstrap_port=server.disaggregation_bootstrap_port or None,
+        follows_rooms=server.load_balance_method in _FOLLOWS_ROOMS,
     )
 
 

@@ -13,6 +13,7 @@ from backends.versions import parse_version
 
 _CACHE_CONFIG = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_CONNECTOR = re.compile(r"^vllm:(nixl|mooncake)_", re.MULTILINE)  # which has counters of its own
 _STARTED = re.compile(r"^process_start_time_seconds\s+(\S+)", re.MULTILINE)
 
 
@@ -52,7 +53,7 @@ def facts_from(models: bytes, version: bytes, metrics: bytes, kv_event_sources: 
     ranks = [dict(_LABEL.findall(labels)) for labels in _CACHE_CONFIG.findall(page)]
     sizes = [int(labels["block_size"]) for labels in ranks if labels.get("block_size", "").strip("0").isdecimal()]
     blocks = [int(labels["num_gpu_blocks"]) for labels in ranks if labels.get("num_gpu_blocks", "").isdecimal()]
-    started = _STARTED.search(page)
+    started, connector = _STARTED.search(page), _CONNECTOR.search(page)
     return EngineFacts(
         engine=EngineKind.VLLM,
         version=parse_version(text),
@@ -67,4 +68,5 @@ def facts_from(models: bytes, version: bytes, metrics: bytes, kv_event_sources: 
         boot_id=started[1] if started else "",
         kv_blocks=min(blocks) if blocks else None,
         kv_announcement=kv_event_sources,
+        kv_connector=connector[1] if connector else "",
     )

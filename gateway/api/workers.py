@@ -115,13 +115,13 @@ def inner_state(services: Services, drain_tasks: int) -> dict[str, int]:
         "booked_requests": sum(load.in_flight for load in loads),
         "booked_blocks": sum(load.blocks for load in loads),
         "booked_prefill_tokens": sum(load.prefill_tokens for load in loads),
-        "live_rooms": 0,
+        "live_rooms": len(services.live_rooms),
         "abort_tasks": len(services.aborter),
-        "prefill_background_tasks": 0,
+        "prefill_background_tasks": len(services.tails),
         "drain_tasks": drain_tasks,
         "queued_requests": len(services.waiting),
         "upstream_connections_active": services.client.active_connections,
-        "open_tasks": services.client.connecting,
+        "open_tasks": services.client.connecting + services.tails.readers,
     }
 
 

@@ -202,7 +202,7 @@ WORKERS = {
         {"id": "h:1", "role": "regular", "engine": "sglang", "engine_version": "0.5.23", "model_id": "m",
          "state": "ready", "detail": "ready", "in_flight": 3, "dp_size": 2},
         {"id": "host-2:30000", "role": "prefill", "engine": "vllm", "model_id": "\x1b[2J", "state": "ready",
-         "detail": "prefill worker, which this release cannot pair"},
+         "detail": "prefill worker without a ready decode worker"},
         {"id": "h:3", "state": "unidentified", "detail": "cannot connect\nto h:3"},
         {"id": "h:4"},
     ]
@@ -215,8 +215,8 @@ def test_workers_are_printed_as_a_table(gateway: Gateway, capsys: pytest.Capture
     assert capsys.readouterr().out.splitlines() == [
         "ID            ROLE     ENGINE         MODEL  STATE         IN FLIGHT  DP SIZE  DETAIL",
         "h:1           regular  sglang 0.5.23  m      ready         3          2        -",
-        "host-2:30000  prefill  vllm           ?[2J   ready         -          -        prefill worker, which this "
-        "release cannot pair",
+        "host-2:30000  prefill  vllm           ?[2J   ready         -          -        prefill worker without a "
+        "ready decode worker",
         "h:3           -        -              -      unidentified  -          -        cannot connect?to h:3",
         "h:4           -        -              -      -             -          -        -",
     ]

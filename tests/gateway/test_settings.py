@@ -83,9 +83,17 @@ def test_defaults_are_those_of_the_interface() -> None:
     assert settings.max_body_bytes == settings.max_response_bytes == 64 * 1024 * 1024
     assert (settings.drain_timeout_s, settings.connect_timeout_s, settings.pause_hold_s) == (30, 5, 300)
     assert (settings.handoff_max_age_s, settings.queue_max_requests, settings.max_attempts) == (20, 2048, 3)
+    assert (settings.prefill_header_timeout_s, settings.prefill_hold_timeout_s) == (30, 30)
+    assert (settings.prefill_overlap, settings.short_prompt_tokens) == ("headers", 0)
     assert settings.request_timeout_s is settings.first_token_timeout_s is settings.stall_timeout_s is None
     assert settings.sse_done_after_error
     assert settings.admin_allow == ("127.0.0.0/8", "::1/128")
+
+
+def test_the_hold_may_be_unlimited() -> None:
+    assert load_settings(["--prefill-hold-timeout-s", "0"], {}).prefill_hold_timeout_s == 0
+    for option in ("prefill-header-timeout-s", "handoff-max-age-s", "handoff-drain-timeout-s"):
+        assert "above 0" in refusal([f"--{option}", "0"])
 
 
 def test_settings_are_immutable() -> None:
@@ -249,7 +257,6 @@ EXAMPLES = {
     "processes": "2",
     "native_n": "true",
     "tokenizer": "m=/d",
-    "prefill_overlap": "immediate",
     "kv_listen": "tcp://*:1",
 }
 

@@ -11,7 +11,7 @@ from tests.fakes.wire import call
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("is_pinned", [True, False], ids=["by its SPEC", "by the engine"])
-async def test_a_worker_that_needs_a_partner_is_told_of(
+async def test_a_worker_without_a_partner_gets_nothing_and_says_why(
     role: str, is_pinned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with script_engine() as engine:
@@ -19,10 +19,17 @@ async def test_a_worker_that_needs_a_partner_is_told_of(
             info: dict[str, Any] = {**METADATA["/server_info"], "disaggregation_mode": role}
             engine.metadata["/server_info"] = info
         async with running_gateway(engine.url + f",role={role}" * is_pinned) as gateway:
-            await until(lambda: "gets no requests" in caplog.text, "the warning")
-            warnings = [line.getMessage() for line in caplog.records if line.levelname == "WARNING"]
-            assert [role in line for line in warnings] == [True]
-            assert (await call(gateway.address, "/generate", {"text": "a"})).status == 503
+            fleet = gateway.gateway.services.fleet
+            await until(lambda: bool(fleet.models), "the worker")
+            other = "decode" if role == "prefill" else "prefill"
+            reason = f"{role} worker without a ready {other} worker"
+            (worker,) = (await gateway.client.get("/workers")).json()["workers"]
+            assert (worker["state"], worker["detail"]) == ("ready", reason)
+            ready = await gateway.client.get("/ready")
+            assert (ready.status_code, reason in ready.json()["reason"]) == (503, True)
+            answer = await call(gateway.address, "/generate", {"text": "a"})
+            assert (answer.status, f"no {other} worker is ready" in answer.body.decode()) == (503, True)
+            assert [line for line in caplog.records if line.levelname == "WARNING"] == []
         assert not engine.requests
 
 

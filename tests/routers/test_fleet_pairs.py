@@ -1,12 +1,14 @@
 """Prefill and decode workers in the fleet: their pools, what is said of them, and pins to them."""
 
+from dataclasses import replace
+
 import pytest
 
 from backends.types import EngineKind, ProbeResult, Role
 from routers.errors import NoReadyWorker, NoSuchRank
 from routers.fleet import Member
 from routers.pair import Pools
-from tests.routers.test_fleet import fleet_of, member, ready
+from tests.routers.test_fleet import FACTS, fleet_of, member, ready
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
 VLLM = EngineKind.VLLM
@@ -125,3 +127,11 @@ def test_pins_that_may_be() -> None:
     down.lost_contact("reset")
     for dp_rank, worker_id in ((None, None), (1, None), (1, "p"), (1, "d"), (None, "u"), (7, "u")):
         fleet.check_pins("m", dp_rank, worker_id)
+
+
+def test_the_operators_bootstrap_port_wins() -> None:
+    one, other = member("p", pinned_bootstrap_port=9000), member("q")
+    assert (one.bootstrap_port, other.bootstrap_port) == (9000, None)
+    for each in (one, other):
+        each.identified(replace(FACTS, bootstrap_port=8998))
+    assert (one.bootstrap_port, other.bootstrap_port) == (9000, 8998)

@@ -5,7 +5,8 @@ import pytest
 from backends.types import EngineKind
 from routers.kv_aware import KvAware
 from routers.load import RankLoad
-from routers.registry import BLOCK_POLICIES, DEFAULT_POLICY, POLICIES, make_policy
+from routers.pair import Alone, Paired, Pools
+from routers.registry import BLOCK_POLICIES, DEFAULT_POLICY, POLICIES, make_pairs, make_policy
 from routers.types import BlockGroup, Candidate, PromptBlocks, RankKey, RouteRequest
 
 
@@ -30,3 +31,34 @@ def test_policies_that_look_at_blocks_are_those_that_place_by_them() -> None:
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"unknown policy 'x', known: .*least-loaded"):
         make_policy("x", 1)
+    with pytest.raises(ValueError, match="unknown policy 'x'"):
+        make_pairs("x", 1)
+
+
+@pytest.mark.parametrize("name", [None, *sorted(POLICIES)])
+def test_a_policy_chooses_prefill_and_decode_goes_by_load(name: str | None) -> None:
+    pairs = make_pairs(name, 1, 7)
+    assert pairs.prefill.name == pairs.alone.name == (name or DEFAULT_POLICY)
+    assert pairs.short_prompt_tokens == 7
+    group = BlockGroup(EngineKind.SGLANG, 16)
+    ranks = [Candidate(RankKey(one, 0), RankLoad(), group) for one in ("p", "d", "e", "r")]
+    ranks[1].load.book(requests=1, blocks=9, prefill_tokens=0)
+    ranks[2].load.book(requests=1, blocks=8, prefill_tokens=99)
+    asked = RouteRequest(3200, "key", {group: PromptBlocks(16, 3200, [1, 2])})
+    choice = pairs.select(asked, Pools(prefill=ranks[:1], decode=ranks[1:3]), 0.0)
+    assert isinstance(choice, Paired)
+    assert choice.decode.candidate is ranks[2]
+    assert choice.prefill.candidate is ranks[0]
+    assert isinstance(pairs.select(asked, Pools(regular=ranks[3:]), 0.0), Alone)
+
+
+def test_costs_of_the_usual_pair() -> None:
+    """Prefill counts no blocks in use; a regular worker counts both."""
+    pairs = make_pairs(None, 1)
+    group = BlockGroup(EngineKind.SGLANG, 16)
+    full, idle = (Candidate(RankKey(one, 0), RankLoad(), group) for one in ("full", "idle"))
+    full.load.book(requests=1, blocks=99, prefill_tokens=0)
+    idle.load.book(requests=1, blocks=0, prefill_tokens=16)
+    asked = RouteRequest(3200, None, {group: PromptBlocks(16, 3200, [1, 2])})
+    assert pairs.prefill.select(asked, [full, idle]).candidate is full
+    assert pairs.alone.select(asked, [full, idle]).candidate is idle

@@ -38,7 +38,8 @@ PLAIN = captured("http/get_server_info.http")
         ),
         pytest.param(
             "http_pd/prefill_model_info.http", "http_pd/prefill_server_info.http",
-            {"role": Role.PREFILL, "max_running_requests": 1024, "boot_id": "769386621", "kv_blocks": 512},
+            {"role": Role.PREFILL, "max_running_requests": 1024, "boot_id": "769386621", "kv_blocks": 512,
+             "bootstrap_port": 36601, "follows_rooms": True},
             id="prefill",
         ),
     ],
@@ -53,6 +54,7 @@ def test_captured_metadata(model_info: str, server_info: str, expected: dict[str
         "context_tokens": 2048,
         "weight_version": "default",
         "models": ("model",),
+        "bootstrap_port": 8998,
     }
     found = facts_from(captured(model_info), captured(server_info), MODELS)
     assert dataclasses.replace(found, kv_announcement=b"") == EngineFacts(**{**common, **expected})

@@ -54,6 +54,19 @@ def test_captured_metadata(models: str, metrics: bytes, expected: dict[str, Any]
     assert facts_from(captured(models), VERSION, metrics) == EngineFacts(**{**common, **expected})
 
 
+@pytest.mark.parametrize(
+    ("more", "connector"),
+    [
+        pytest.param(b"# TYPE vllm:nixl_num_kv_expired_reqs_total counter\nvllm:nixl_num_kv_expired_reqs_total 0.0\n",
+                     "nixl", id="by its counters"),
+        pytest.param(b"# HELP vllm:nixl_xfer_time_seconds x\n", "", id="a comment is none"),
+        pytest.param(b"", "", id="it does not say"),
+    ],
+)  # fmt: skip
+def test_how_prompts_are_handed_over(more: bytes, connector: str) -> None:
+    assert facts_from(captured("misc/models"), VERSION, PLAIN + more).kv_connector == connector
+
+
 def test_sources_of_events_go_on_as_they_are() -> None:
     sources = captured("misc/kv_event_sources")
     assert facts_from(captured("misc/models"), VERSION, PLAIN, sources).kv_announcement == sources
