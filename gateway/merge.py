@@ -11,6 +11,7 @@ from typing import TypeVar
 import msgspec
 
 from backends.errors import AnswerMalformed
+from backends.types import EngineKind
 from gateway.fold_values import NULL, Fields, render, render_ordered, template
 from gateway.routes import Dialect
 
@@ -26,29 +27,39 @@ _T = TypeVar("_T")
 _Items = Sequence[bytes | msgspec.Raw]
 
 
-def merge(dialect: Dialect, answers: Sequence[bytes], *, batch_size: int | None) -> bytes:
+def merge(
+    dialect: Dialect,
+    answers: Sequence[bytes],
+    *,
+    batch_size: int | None = None,
+    engine: EngineKind = EngineKind.SGLANG,
+) -> bytes:
     """The answer to the whole request.
 
-    Natively a list in which a prompt's samples follow each other, each with its own bytes. Otherwise one object, in
-    all but ``choices``, ``usage`` and ``sglext`` the first leg's. As in the engine, ``usage`` counts each prompt once,
-    with the cached tokens of its first sample, and ``sglext`` holds every sample's ids and speculation.
+    SGLang's native one is a list in which a prompt's samples follow each other, each with its own bytes. All others
+    are one object, in all but ``choices``, ``usage``, ``sglext`` and ``metrics`` the first leg's. As in the engine,
+    ``usage`` counts each prompt once, with the cached tokens of its first sample, ``sglext`` holds every sample's ids
+    and speculation, and vLLM's ``metrics`` are null, since they tell of one sample.
 
     Args:
-        dialect: Shape of the answers.
+        dialect: Shape of the answers; native on vLLM is its token route ``/inference/v1/generate``.
         answers: Whole bodies with status 200, in the order of the legs, at least one; ids already public.
         batch_size: Items of the batch, ``None`` for a single request.
+        engine: Who answered; of no account but natively.
 
     Raises:
         AnswerMalformed: An answer is not of the engine's shape.
     """
-    if dialect is Dialect.NATIVE:
+    if dialect is Dialect.NATIVE and engine is EngineKind.SGLANG:
         return _list([_native_items(answer, batch_size) for answer in answers])
     legs = [_decoded(_object, answer) for answer in answers]
     first = legs[0]
     changed = {"choices": _choices(legs, batch_size or 1)}
-    if _is_there(first, "usage"):
-        changed["usage"] = _usage([_decoded(_object, leg.get("usage", NULL)) for leg in legs])
-    if extension := _extension([_decoded(_object, leg["sglext"]) if _is_there(leg, "sglext") else {} for leg in legs]):
+    if "metrics" in first:
+        changed["metrics"] = NULL
+    if is_there(first, "usage"):
+        changed["usage"] = merged_usage([_decoded(_object, leg.get("usage", NULL)) for leg in legs])
+    if extension := _extension([_decoded(_object, leg["sglext"]) if is_there(leg, "sglext") else {} for leg in legs]):
         changed["sglext"] = extension
     return render({**first, **changed}.items())
 
@@ -64,7 +75,8 @@ def _decoded(decoder: msgspec.json.Decoder[_T], text: bytes | msgspec.Raw) -> _T
         raise _malformed("is not of the shape that it should have") from exc
 
 
-def _is_there(fields: Fields, name: str) -> bool:
+def is_there(fields: Fields, name: str) -> bool:
+    """Whether a member is there, and not null."""
     return name in fields and bytes(fields[name]) != NULL
 
 
@@ -98,14 +110,19 @@ def _choices(legs: Sequence[Fields], batch_size: int) -> bytes:
     return _list(rows)
 
 
-def _usage(legs: Sequence[Fields]) -> bytes:
+def merged_usage(legs: Sequence[Fields]) -> bytes:
+    """The usage of all samples, from that of each leg: the prompt counted once, what was generated added up.
+
+    Raises:
+        AnswerMalformed: A count is none.
+    """
     first = legs[0]
     changed = {name: _sum(legs, name) for name in _SUMMED if name in first}
     if "total_tokens" in first:
         others = (_number(leg.get("completion_tokens", NULL)) or 0 for leg in legs[1:])
         changed["total_tokens"] = b"%d" % ((_number(first["total_tokens"]) or 0) + sum(others))
-    if "completion_tokens_details" in first:
-        there = [leg["completion_tokens_details"] for leg in legs if _is_there(leg, "completion_tokens_details")]
+    if any("completion_tokens_details" in leg for leg in legs):  # a stream's usage leaves out what is null
+        there = [leg["completion_tokens_details"] for leg in legs if is_there(leg, "completion_tokens_details")]
         details = [_decoded(_object, one) for one in there]
         names = {name: None for one in details for name in one}
         sums = render((name, _sum(details, name)) for name in names)
@@ -138,6 +155,23 @@ def _extension(legs: Sequence[Fields]) -> bytes:
     merged[_SPEC_DETAILS] = _list(speculation)  # beside n > 1 a list, even of none (0.5.23)
     if "output_ids" in merged:
         merged["output_ids"] = _list([_one_of(leg.get("output_ids", NULL)) for leg in legs])
+    return render_ordered(merged, _EXTENSION)
+
+
+def merged_stream_extension(legs: Sequence[Fields]) -> bytes:
+    """The ``sglext`` of a stream of all samples, from that of each leg: of what is told once, the first that is told.
+
+    Args:
+        legs: In their order; empty for a leg that told none.
+
+    Raises:
+        AnswerMalformed: It is not of the engine's shape.
+    """
+    merged = {name: bytes(raw) for leg in reversed(legs) for name, raw in leg.items()}
+    if _SPEC_DETAILS in merged:
+        merged[_SPEC_DETAILS] = _list([[leg[_SPEC_DETAILS]] for leg in legs if _SPEC_DETAILS in leg])
+    if "output_ids" in merged:
+        merged["output_ids"] = _list([_one_of(leg.get("output_ids", b"[[]]")) for leg in legs])
     return render_ordered(merged, _EXTENSION)
 
 

@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backends.errors import AnswerMalformed
+from backends.types import EngineKind
 from gateway.answer import unary_verdict
 from gateway.merge import merge
 from gateway.routes import Dialect
 from tests.fakes.replay_engine import captured_answer
-from tests.simulator.wire import load_capture
+from tests.simulator.wire import load_capture, load_vllm_capture
 
 NATIVE, CHAT, COMPLETIONS = Dialect.NATIVE, Dialect.CHAT, Dialect.COMPLETIONS
 # Clocks, ids and cache hits differ between any two answers, in type too: null or an object.
@@ -27,8 +28,8 @@ VALUES = st.recursive(
 
 
 def body_of(name: str) -> bytes:
-    """The body of a captured answer."""
-    answer = captured_answer(load_capture(f"http/{name}"))
+    """The body of a captured answer; vLLM's have a folder in their names."""
+    answer = captured_answer(load_vllm_capture(name) if "/" in name else load_capture(f"http/{name}"))
     assert answer is not None
     return answer.body
 
@@ -38,6 +39,13 @@ def comparable(value: Any) -> Any:
     if isinstance(value, dict):
         return [(name, "varies" if VARYING.search(name) else comparable(one)) for name, one in value.items()]
     return [comparable(one) for one in value] if isinstance(value, list) else value
+
+
+def shape(value: Any) -> Any:
+    """Names and types, in their order."""
+    if isinstance(value, dict):
+        return [(name, shape(one)) for name, one in value.items()]
+    return list(map(shape, value)) if isinstance(value, list) else type(value)
 
 
 def parsed(body: bytes) -> Any:
@@ -113,6 +121,66 @@ def test_two_equal_legs_are_the_engines_answer_byte_for_byte(dialect: Dialect, l
     head = re.compile(rb'"id":"[0-9a-f]{32}"|"created":\d+')
     assert head.findall(merged) == head.findall(one)
     assert head.sub(b"", merged) == head.sub(b"", expected)
+
+
+def vllm_leg(whole: bytes, choice: int) -> bytes:
+    """The answer that one of two samples would have had of vLLM."""
+    answer = json.loads(whole)
+    answer["choices"] = [{**answer["choices"][choice], "index": 0}]
+    usage = answer["usage"]
+    usage["completion_tokens"] //= 2
+    usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
+    answer["metrics"] = {"speculative_decoding": {}}
+    return json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+@pytest.mark.parametrize(
+    ("dialect", "whole"),
+    [
+        pytest.param(CHAT, "chat/n2", id="chat"),
+        pytest.param(COMPLETIONS, "completions/n2", id="completions"),
+        pytest.param(COMPLETIONS, "pd/decode-n2", id="completions of a decode worker"),
+        pytest.param(NATIVE, "generate/n2", id="tokens"),
+    ],
+)
+def test_an_answer_of_vllm_taken_apart_and_merged_is_the_same_bytes(dialect: Dialect, whole: str) -> None:
+    body = body_of(whole)
+    legs = [vllm_leg(body, choice) for choice in range(2)]
+    assert merge(dialect, legs, engine=EngineKind.VLLM) == body
+
+
+@pytest.mark.parametrize(
+    ("dialect", "leg", "whole"),
+    [
+        pytest.param(CHAT, "chat/unary", "chat/n2", id="chat"),
+        pytest.param(COMPLETIONS, "completions/unary", "completions/n2", id="completions"),
+        pytest.param(NATIVE, "generate/unary", "generate/n2", id="tokens"),
+    ],
+)
+def test_two_answers_of_vllm_have_the_shape_of_one(dialect: Dialect, leg: str, whole: str) -> None:
+    merged = parsed(merge(dialect, [body_of(leg)] * 2, engine=EngineKind.VLLM))
+    assert shape(merged) == shape(parsed(body_of(whole)))
+
+
+def test_what_vllm_tells_of_the_prompt_is_told_once_or_with_each_choice() -> None:
+    chat, completion = body_of("chat/return-token-ids"), body_of("completions/prompt-logprobs")
+    merged = json.loads(merge(CHAT, [chat, chat], engine=EngineKind.VLLM))
+    assert merged["prompt_token_ids"] == json.loads(chat)["prompt_token_ids"]
+    assert [choice["token_ids"] for choice in merged["choices"]] == [json.loads(chat)["choices"][0]["token_ids"]] * 2
+    (alone,) = json.loads(completion)["choices"]
+    merged = json.loads(merge(COMPLETIONS, [completion, completion], engine=EngineKind.VLLM))
+    assert merged["choices"] == [alone, {**alone, "index": 1}]
+    assert alone["prompt_logprobs"]
+
+
+def test_a_batch_of_vllm_has_each_prompts_samples_together() -> None:
+    one = body_of("completions/prompt-list-2")
+    merged = json.loads(merge(COMPLETIONS, [one, one], batch_size=2, engine=EngineKind.VLLM))
+    first, second = json.loads(one)["choices"]
+    assert merged["choices"] == [
+        {**choice, "index": index} for index, choice in enumerate([first, first, second, second])
+    ]
+    assert (merged["usage"]["prompt_tokens"], merged["usage"]["completion_tokens"]) == (4, 10)
 
 
 def test_a_batch_of_completions_has_each_prompts_samples_together() -> None:
@@ -248,7 +316,7 @@ def test_other_shapes_are_refused(dialect: Dialect, second: bytes, batch_size: i
 def test_order_usage_and_unknown_fields(
     batch_size: int | None, count: int, extra: dict[str, Any], in_choice: dict[str, Any], completion: int
 ) -> None:
-    ours = {"id", "choices", "usage", "sglext", "index", "text"}
+    ours = {"id", "choices", "usage", "sglext", "metrics", "index", "text"}
     extra, in_choice = ({k: v for k, v in fields.items() if k not in ours} for fields in (extra, in_choice))
     prompts = range(batch_size or 1)
     answers = [
