@@ -41,8 +41,6 @@ from gateway.kv_view import KvView
 from gateway.lifespan import WatchTimes
 from gateway.live import LiveLegs, LiveRequests
 from gateway.metrics import Metrics
-from gateway.pair_metrics import PairMetrics
-from gateway.prefill_tails import PrefillTails
 from gateway.prefixes import Prefixes
 from gateway.services import Limits, Services
 from gateway.settings import Settings, SettingsError, read_config_workers, read_key_file, resolve_worker_keys
@@ -141,9 +139,6 @@ class Gateway:
             queued=lambda: len(self.services.waiting),
         )
         metrics.add(self.kv_metrics.families)
-        tails = PrefillTails()
-        pair_metrics = PairMetrics(lambda: len(tails))
-        metrics.add(pair_metrics.families)
         aborter = AbortSupervisor(
             self._control,
             metrics,
@@ -200,8 +195,6 @@ class Gateway:
             wall_clock=time.time,
             is_alive=self._is_alive,
             new_id=fresh_ids(),
-            tails=tails,
-            pair_metrics=pair_metrics,
         )
 
     async def _is_alive(self, worker: Worker) -> bool:
@@ -298,10 +291,8 @@ class Gateway:
         try:
             async with asyncio.timeout(self.settings.drain_timeout_s):
                 await live.wait_empty()
-                await self.services.tails.wait_empty()
         except TimeoutError:
             logger.warning("drain deadline: %d request(s) are stopped", len(live))
-            await self.services.tails.stop()
             for request in live:
                 request.stop(Cause.SHUTDOWN)
             try:
@@ -310,7 +301,6 @@ class Gateway:
             except TimeoutError:
                 logger.warning("%d request(s) did not end in time", len(live))
         await self.fan_outs.aclose(max(deadline - asyncio.get_running_loop().time(), 0.0))
-        await self.services.tails.stop()
         await self.services.aborter.aclose(STOP_GRACE_S)
         self.drained.set()
 
@@ -318,9 +308,7 @@ class Gateway:
         await self.workers.aclose()
         await self._drains.aclose()
         await self.fan_outs.aclose()
-        await self.services.tails.stop()
         await self.services.aborter.aclose()
-        await self.services.tails.aclose()
         self.services.prefixes.close()
         self.kv.close()
         await self._client.aclose()

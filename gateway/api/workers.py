@@ -117,11 +117,11 @@ def inner_state(services: Services, drain_tasks: int) -> dict[str, int]:
         "booked_prefill_tokens": sum(load.prefill_tokens for load in loads),
         "live_rooms": len(services.live_rooms),
         "abort_tasks": len(services.aborter),
-        "prefill_background_tasks": len(services.tails),
+        "prefill_background_tasks": 0,
         "drain_tasks": drain_tasks,
         "queued_requests": len(services.waiting),
         "upstream_connections_active": services.client.active_connections,
-        "open_tasks": services.client.connecting + services.tails.readers,
+        "open_tasks": services.client.connecting,
     }
 
 
