@@ -28,6 +28,7 @@ from gateway.api.explain import explain_router
 from gateway.api.fan_out import FanOuts
 from gateway.api.fleet import fleet_router
 from gateway.api.health import health_router
+from gateway.api.kv_relays import kv_relays_router
 from gateway.api.models import models_router
 from gateway.api.refusals import install_error_shape
 from gateway.api.workers import workers_router
@@ -36,11 +37,15 @@ from gateway.data_plane import DataPlane
 from gateway.deadlines import TimeLimits
 from gateway.fleet_control import FleetControl
 from gateway.ids import fresh_ids
+from gateway.kv_listen import KvListener
+from gateway.kv_listen_options import listen_for_relays
 from gateway.kv_metrics import KvMetrics
 from gateway.kv_view import KvView
 from gateway.lifespan import WatchTimes
 from gateway.live import LiveLegs, LiveRequests
 from gateway.metrics import Metrics
+from gateway.pair_metrics import PairMetrics
+from gateway.prefill_tails import PrefillTails
 from gateway.prefixes import Prefixes
 from gateway.services import Limits, Services
 from gateway.settings import Settings, SettingsError, read_config_workers, read_key_file, resolve_worker_keys
@@ -126,6 +131,7 @@ class Gateway:
             breaker_open_s=settings.breaker_open_s,
             max_in_flight=settings.max_in_flight_per_worker,
         )
+        self.kv_listener: KvListener | None = listen_for_relays(settings, self.kv, self.services.fleet, self.workers)
         self._file_workers = self._read_file_workers(settings)
         self.asgi = DataPlane(self.services, self.keys, self._make_fastapi())
 
@@ -139,6 +145,9 @@ class Gateway:
             queued=lambda: len(self.services.waiting),
         )
         metrics.add(self.kv_metrics.families)
+        tails = PrefillTails()
+        pair_metrics = PairMetrics(lambda: len(tails))
+        metrics.add(pair_metrics.families)
         aborter = AbortSupervisor(
             self._control,
             metrics,
@@ -195,6 +204,8 @@ class Gateway:
             wall_clock=time.time,
             is_alive=self._is_alive,
             new_id=fresh_ids(),
+            tails=tails,
+            pair_metrics=pair_metrics,
         )
 
     async def _is_alive(self, worker: Worker) -> bool:
@@ -228,6 +239,7 @@ class Gateway:
         app.include_router(models_router(self.services, self.keys))
         app.include_router(control_router(self.services, self.keys))
         app.include_router(explain_router(self.services, self.keys))
+        app.include_router(kv_relays_router(self.kv, self.kv_listener, self.keys))
         app.include_router(workers_router(self.services, self.keys, self.drain_tasks))
         drain_s = self.settings.drain_timeout_s
         app.include_router(fleet_router(self.services, self.keys, self.workers, self._commands, self.fan_outs, drain_s))
@@ -291,8 +303,10 @@ class Gateway:
         try:
             async with asyncio.timeout(self.settings.drain_timeout_s):
                 await live.wait_empty()
+                await self.services.tails.wait_empty()
         except TimeoutError:
             logger.warning("drain deadline: %d request(s) are stopped", len(live))
+            await self.services.tails.stop()
             for request in live:
                 request.stop(Cause.SHUTDOWN)
             try:
@@ -301,6 +315,7 @@ class Gateway:
             except TimeoutError:
                 logger.warning("%d request(s) did not end in time", len(live))
         await self.fan_outs.aclose(max(deadline - asyncio.get_running_loop().time(), 0.0))
+        await self.services.tails.stop()
         await self.services.aborter.aclose(STOP_GRACE_S)
         self.drained.set()
 
@@ -308,8 +323,12 @@ class Gateway:
         await self.workers.aclose()
         await self._drains.aclose()
         await self.fan_outs.aclose()
+        await self.services.tails.stop()
         await self.services.aborter.aclose()
+        await self.services.tails.aclose()
         self.services.prefixes.close()
+        if self.kv_listener is not None:
+            self.kv_listener.close()
         self.kv.close()
         await self._client.aclose()
         await self._control.aclose()

@@ -58,6 +58,10 @@ class KvMetrics:
             del self._states[rank]
         self._mismatches.pop(worker, None)
 
+    def kv_forget_rank(self, worker: str, dp_rank: int) -> None:
+        """Drop the series of one rank."""
+        self._states.pop((worker, dp_rank), None)
+
     def mismatch(self, worker: str) -> None:
         """Count a prompt whose blocks the engine announced otherwise than they were hashed here."""
         self._mismatches[worker] = self._mismatches.get(worker, 0) + 1

@@ -8,6 +8,7 @@ from typing import Protocol
 import zmq
 
 from backends.types import EngineFacts, EngineKind
+from gateway.kv_relayed import RelayedRank
 from kv_events.errors import SourceMisconfigured
 from kv_events.index import PrefixIndex
 from kv_events.index_sweep import IndexSweeper
@@ -27,19 +28,41 @@ _BAD = frozenset({SourceState.GAP, SourceState.MISCONFIGURED})
 TRUSTED = frozenset({SourceState.LIVE, SourceState.COLD})
 
 
+class FollowedSource(Protocol):
+    """Whoever keeps the index in step with one rank: a subscriber, or the end of a relay."""
+
+    problem: str
+
+    @property
+    def endpoint(self) -> str:
+        """Where the events come from."""
+
+    @property
+    def position(self) -> tuple[str, int | None]:
+        """Epoch, and number of the newest batch; ``None`` if unknown."""
+
+    def on_boot(self, identity: str) -> None:
+        """Take note of the identity of the engine's process."""
+
+    def close(self) -> None:
+        """Follow the rank no more, and give its blocks back. May be called again."""
+
+
 @dataclass(slots=True)
 class _Followed:
     """One worker whose events are followed, or could not be.
 
     Attributes:
         facts: What its sources were made from.
-        subscribers: By rank.
+        direct: Publishers that are announced, by rank.
+        subscribers: Who follows a rank.
         states: By rank, as last told.
         problem: Why its events cannot be followed; empty if they can, or if it publishes none.
     """
 
     facts: EngineFacts
-    subscribers: dict[int, KvSubscriber] = field(default_factory=dict)
+    direct: dict[int, PublisherSpec] = field(default_factory=dict)
+    subscribers: dict[int, FollowedSource] = field(default_factory=dict)
     states: dict[int, SourceState] = field(default_factory=dict)
     problem: str = ""
 
@@ -55,6 +78,9 @@ class KvCounters(SourceObserver, Protocol):
     def kv_forget(self, worker: str) -> None:
         """A worker's sources are followed no more."""
 
+    def kv_forget_rank(self, worker: str, dp_rank: int) -> None:
+        """One of a worker's ranks is followed no more."""
+
 
 class KvView:
     """Follows the publishers of all workers into one index. Lives on the loop.
@@ -66,6 +92,7 @@ class KvView:
 
     Attributes:
         index: Which rank holds which prefix.
+        sweeper: Gives back what the index has forgotten.
         follows_any: Some source is followed; asked for with every request.
     """
 
@@ -80,7 +107,7 @@ class KvView:
         self._setting_of = setting_of
         self._limits = limits
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._sweeper = IndexSweeper(self.index)
+        self.sweeper = IndexSweeper(self.index)
         self._followed: dict[str, _Followed] = {}
         self.follows_any = False
 
@@ -125,7 +152,7 @@ class KvView:
         for rank in self.index.ranks():
             if rank[0] == worker_id:
                 self.index.clear_rank(rank)
-        self._sweeper.wake()
+        self.sweeper.wake()
 
     def _follow(self, member: Member, facts: EngineFacts) -> None:
         worker_id = member.worker.id
@@ -140,22 +167,13 @@ class KvView:
             for source in sources:
                 if source.dp_rank >= facts.dp_size:
                     raise SourceMisconfigured(f"it announces rank {source.dp_rank}, and has {facts.dp_size}")
-                spec = PublisherSpec(
-                    worker_id,
-                    source,
-                    dp_size=facts.dp_size,
-                    capacity_blocks=facts.kv_blocks,
-                    max_copies=_COPIES[facts.engine],
-                )
-                subscriber = KvSubscriber(self._context, spec, self.index, self._sweeper, self, self._limits)
-                followed.subscribers[source.dp_rank] = subscriber
-                if facts.boot_id:
-                    subscriber.on_boot(facts.boot_id)
-                subscriber.start()
+                followed.direct[source.dp_rank] = publisher_spec(worker_id, facts, source)
+                self._subscribe_to(followed, source.dp_rank)
         except SourceMisconfigured as exc:
             followed.problem = str(exc)
             for subscriber in followed.subscribers.values():
                 subscriber.close()
+            followed.direct.clear()
             followed.subscribers.clear()
             followed.states.clear()
             logger.error("worker %s: its KV events cannot be followed: %s", worker_id, exc)
@@ -163,6 +181,58 @@ class KvView:
         missing = sorted(set(range(facts.dp_size)) - set(followed.subscribers)) if sources else []
         if missing:
             logger.warning("worker %s: nobody tells where the KV events of the ranks %s are", worker_id, missing)
+
+    def _subscribe_to(self, followed: _Followed, dp_rank: int) -> None:
+        spec = followed.direct[dp_rank]
+        subscriber = KvSubscriber(self._context, spec, self.index, self.sweeper, self, self._limits)
+        followed.subscribers[dp_rank] = subscriber
+        if followed.facts.boot_id:
+            subscriber.on_boot(followed.facts.boot_id)
+        subscriber.start()
+
+    # Relays.
+
+    def attach(self, worker_id: str, dp_rank: int, make: Callable[[], FollowedSource]) -> None:
+        """Follow a rank over a relay from now on, in place of whoever followed it; ``make`` makes the relay's end.
+
+        Raises:
+            KeyError: The worker's facts are not known.
+        """
+        followed = self._followed[worker_id]
+        self._end(followed, dp_rank)
+        source = followed.subscribers[dp_rank] = make()
+        if followed.facts.boot_id:
+            source.on_boot(followed.facts.boot_id)
+        self._count_sources()
+
+    def detach(self, worker_id: str, dp_rank: int, source: FollowedSource) -> None:
+        """Give up a relay's end, and follow the rank where it is announced, if it is; ranks of others stay."""
+        followed = self._followed.get(worker_id)
+        if followed is None or followed.subscribers.get(dp_rank) is not source:
+            source.close()
+            return
+        self._end(followed, dp_rank)
+        if dp_rank in followed.direct:
+            self._subscribe_to(followed, dp_rank)
+        else:
+            self._counters.kv_forget_rank(worker_id, dp_rank)
+        self._count_sources()
+
+    def _end(self, followed: _Followed, dp_rank: int) -> None:
+        known = followed.subscribers.pop(dp_rank, None)
+        followed.states.pop(dp_rank, None)
+        if known is not None:
+            known.close()
+
+    def knows(self, worker_id: str) -> bool:
+        """Whether ranks of a worker can be followed."""
+        return worker_id in self._followed
+
+    def relay_of(self, worker_id: str, dp_rank: int) -> str | None:
+        """Name of the relay's process that brings a rank's events, ``None`` if they come from the engine itself."""
+        followed = self._followed.get(worker_id)
+        source = followed.subscribers.get(dp_rank) if followed else None
+        return source.publisher if isinstance(source, RelayedRank) else None
 
     def _sources(self, member: Member, facts: EngineFacts) -> Sequence[Source]:
         host = member.worker.origin.host
@@ -184,10 +254,8 @@ class KvView:
         followed = self._followed.get(worker_id)
         if followed is None:
             return "off"
-        if followed.problem:
-            return str(SourceState.MISCONFIGURED)
         if dp_rank not in followed.subscribers:
-            return "off"
+            return str(SourceState.MISCONFIGURED) if followed.problem else "off"
         return str(followed.states.get(dp_rank, SourceState.COLD))
 
     def problem(self, worker_id: str) -> str:
@@ -224,7 +292,7 @@ class KvView:
         subscriber = followed.subscribers.get(dp_rank) if followed else None
         if subscriber is None:
             return None, None
-        return str(subscriber.machine.epoch), subscriber.machine.last_seq
+        return subscriber.position
 
     def is_eagle(self, key: RankKey) -> bool:
         """Whether the blocks that a rank announces cover one token more than its block size."""
@@ -234,7 +302,7 @@ class KvView:
         """Where a rank's events are subscribed to, ``None`` if they are not."""
         followed = self._followed.get(key.worker_id)
         subscriber = followed.subscribers.get(key.dp_rank) if followed else None
-        return subscriber.spec.source.endpoint if subscriber else None
+        return subscriber.endpoint if subscriber else None
 
     # What sources tell; see ``SourceObserver``.
 
@@ -263,8 +331,19 @@ class KvView:
         """Close every socket."""
         for worker_id in list(self._followed):
             self.forget(worker_id)
-        self._sweeper.close()
+        self.sweeper.close()
         self._context.destroy(linger=0)
+
+
+def publisher_spec(worker_id: str, facts: EngineFacts, source: Source) -> PublisherSpec:
+    """Describe the publisher of one rank of a worker, with the limits of its engine."""
+    return PublisherSpec(
+        worker_id,
+        source,
+        dp_size=facts.dp_size,
+        capacity_blocks=facts.kv_blocks,
+        max_copies=_COPIES[facts.engine],
+    )
 
 
 def _same_sources(known: EngineFacts, new: EngineFacts) -> bool:

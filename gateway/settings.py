@@ -43,9 +43,6 @@ DAY_S: Final = 86_400
 # the default, ``option=value`` for one value. A feature is switched on by deleting its line.
 NOT_YET: Final[dict[str, str]] = {
     "processes": "one process serves all connections; run more gateways side by side",
-    "kv_listen": "leave it out",
-    "kv_key_file": "leave it out",
-    "kv_authorized_keys": "leave it out",
 }
 
 _HEADER_TEXT: Final = re.compile(r"[\x21-\x7e]+")
@@ -133,7 +130,9 @@ class Settings(BaseModel):
     tokenizer: Annotated[tuple[str, ...], AfterValidator(_tokenizers)] = declare(
         (), "MODEL=DIR of a local tokenizer", shown="none"
     )
-    kv_listen: str | None = declare(None, "ZMQ endpoint to which relays connect", "", "off")
+    kv_listen: str | None = declare(
+        None, "ZMQ endpoint to which relays connect, tcp://HOST:PORT; without keys loopback only", "", "off"
+    )
     kv_key_file: Path | None = declare(None, "CURVE key pair of the KV listener")
     kv_authorized_keys: Path | None = declare(None, "CURVE public keys of relays that may connect")
     admin_allow: Annotated[tuple[str, ...], AfterValidator(_networks)] = declare(

@@ -11,6 +11,7 @@ from typing import NoReturn
 from urllib.parse import urlsplit
 
 from backends.worker_spec import WorkerSpec
+from gateway.kv_listen_options import read_listen_options
 from gateway.settings import Settings, SettingsError, read_key_file, resolve_worker_keys
 
 _LISTEN_REMEDIES = {
@@ -35,6 +36,7 @@ def check_files(settings: Settings) -> None:
     for spec in settings.workers:
         resolve_worker_keys(spec)
     check_tls(settings.tls_cert_file, settings.tls_key_file)
+    read_listen_options(settings)
 
 
 def read_key_option(flag: str, path: Path) -> tuple[str, ...]:

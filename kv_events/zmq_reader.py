@@ -70,12 +70,12 @@ class ZmqReader:
         except zmq.Again:
             return None
 
-    def close(self) -> None:
-        """Close the socket and end the watch. May be called again."""
+    def close(self, linger_ms: int = 0) -> None:
+        """Close the socket and end the watch; what is not sent yet gets ``linger_ms``. May be called again."""
         if not self._is_closed:
             self._is_closed = True
             self._loop.remove_reader(self._fd)
-            self.socket.close(0)
+            self.socket.close(linger_ms)
 
 
 class ConnectionMonitor:

@@ -62,8 +62,11 @@ _KV_STATES = ("misconfigured", "gap", "replaying", "cold", "live")
 
 def _kv_of_rank(services: Services, worker_id: str, dp_rank: int) -> dict[str, object]:
     epoch, last_seq = services.kv.position(worker_id, dp_rank)
+    state, relay = services.kv.state(worker_id, dp_rank), services.kv.relay_of(worker_id, dp_rank)
     return {
-        "state": services.kv.state(worker_id, dp_rank),
+        "state": state,
+        "source": None if epoch is None else "direct" if relay is None else "relay",
+        "relay": relay,
         "blocks": services.kv.blocks(worker_id, dp_rank),
         "epoch": epoch,
         "last_seq": last_seq,
@@ -117,11 +120,11 @@ def inner_state(services: Services, drain_tasks: int) -> dict[str, int]:
         "booked_prefill_tokens": sum(load.prefill_tokens for load in loads),
         "live_rooms": len(services.live_rooms),
         "abort_tasks": len(services.aborter),
-        "prefill_background_tasks": 0,
+        "prefill_background_tasks": len(services.tails),
         "drain_tasks": drain_tasks,
         "queued_requests": len(services.waiting),
         "upstream_connections_active": services.client.active_connections,
-        "open_tasks": services.client.connecting,
+        "open_tasks": services.client.connecting + services.tails.readers,
     }
 
 
