@@ -4,13 +4,13 @@ The work grows with the tokens, the likeliest of each included, so it is done in
 What vLLM does not tell is left out of ``meta_info``: times, retractions, reasoning tokens.
 """
 
-from collections.abc import Generator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import msgspec
 import orjson
 
 from backends.flat_arrays import FlatRows
+from backends.slices import Slices
 from backends.vllm.native_choice import (
     NULL,
     Choice,
@@ -28,7 +28,6 @@ from backends.vllm.native_wanted import Wanted
 
 # About a millisecond of work with twenty likeliest tokens each.
 SLICE_POSITIONS = 64
-Slices = Generator[None, None, bytes]
 
 
 class _Details(msgspec.Struct):
@@ -58,7 +57,7 @@ _answer = msgspec.json.Decoder(_Answer)
 
 def answer(
     plan: NativePlan, bodies: Sequence[bytes], public_ids: Sequence[str], *, weight_version: str = "default"
-) -> Slices:
+) -> Slices[bytes]:
     """Build the client's body.
 
     Args:
@@ -83,18 +82,7 @@ def answer(
     return b"[%b]" % b",".join(items) if plan.is_list else items[0]
 
 
-def whole(slices: Generator[None, None, Any]) -> Any:
-    """Do all slices at once."""
-    while True:
-        try:
-            next(slices)
-        except StopIteration as end:
-            return end.value
-
-
-def _leg_items(
-    leg: NativeLeg, body: bytes, public_ids: Sequence[str], version: bytes
-) -> Generator[None, None, list[bytes]]:
+def _leg_items(leg: NativeLeg, body: bytes, public_ids: Sequence[str], version: bytes) -> Slices[list[bytes]]:
     try:
         parsed = _answer.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
@@ -112,7 +100,7 @@ def _leg_items(
     return items
 
 
-def _prompt_rows(wanted: Wanted, told: list[msgspec.Raw] | None) -> Generator[None, None, Rows]:
+def _prompt_rows(wanted: Wanted, told: list[msgspec.Raw] | None) -> Slices[Rows]:
     start = wanted.logprob_start
     if start is None or start >= wanted.prompt_tokens:
         return Rows()
@@ -134,7 +122,7 @@ def _prompt_rows(wanted: Wanted, told: list[msgspec.Raw] | None) -> Generator[No
     return rows
 
 
-def _output_rows(wanted: Wanted, choice: Choice) -> Generator[None, None, Rows]:
+def _output_rows(wanted: Wanted, choice: Choice) -> Slices[Rows]:
     flat = FlatRows(wanted.top, is_base64=wanted.is_base64) if wanted.is_flat_output and wanted.top else None
     rows = Rows(flat=flat)
     if not wanted.has_logprobs or not wanted.has_output:
