@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
+from gateway.logs import configure_logging
 from gateway.options import LineParser, nearest
 from gateway.settings import SettingsError, load_settings
-
-_NOT_THERE = ("relay",)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,10 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if command in _COMMANDS:
             return _COMMANDS[command](arguments[1:])
-        if command in _NOT_THERE:
-            return _fail(f"{command} is not available in this release", 2)
         if command and not command.startswith("-"):
-            return _fail(f"{command}: unknown command{nearest(command, [*_COMMANDS, *_NOT_THERE], 'forebay')}", 2)
+            return _fail(f"{command}: unknown command{nearest(command, _COMMANDS, 'forebay')}", 2)
         _parser().read(arguments or ["--help"])
     except SettingsError as exc:
         return _fail(str(exc), 2)
@@ -52,7 +49,7 @@ def _parser() -> LineParser:
         ("demo", "run the gateway with two simulated engines"),
         ("workers", "list the workers of a running gateway"),
         ("explain", "show where a running gateway would send a request, and why"),
-        ("relay", "relay an engine node's KV events (not available in this release)"),
+        ("relay", "relay an engine node's KV events to gateways"),
     ):
         commands.add_parser(name, help=text)
     return parser
@@ -112,6 +109,20 @@ def _explain(argv: Sequence[str]) -> int:
     return run(argv)
 
 
+def _relay(argv: Sequence[str]) -> int:
+    from relay.errors import SettingsRefused
+
+    with _early_signals():
+        from relay import command
+
+        try:
+            settings = command.load_settings(argv)
+            configure_logging(settings.log_format, "info")
+            return command.run(settings)
+        except SettingsRefused as exc:
+            return _fail(str(exc), 2)
+
+
 def _fail(message: str, code: int) -> int:
     print(f"forebay: {message}", file=sys.stderr)
     return code
@@ -123,4 +134,5 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "demo": _demo,
     "workers": _workers,
     "explain": _explain,
+    "relay": _relay,
 }

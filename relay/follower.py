@@ -21,6 +21,7 @@ class Leader:
 
     Attributes:
         worker_id: The engine's name at the gateways.
+        worker_url: Its address, as gateways know it.
         group: Where its nodes meet.
         dp_size: Data-parallel ranks of the engine.
         block_size: Tokens in a block; 0 if the leader's node publishes nothing.
@@ -28,6 +29,7 @@ class Leader:
     """
 
     worker_id: str
+    worker_url: str
     group: GroupIdentity
     dp_size: int
     block_size: int
@@ -106,7 +108,7 @@ class LeaderWatch:
 
     def _compare(self, leader: Leader) -> None:
         known = self._leader
-        for name in ("worker_id", "dp_size", "block_size", "local_dp_ranks"):
+        for name in ("worker_id", "worker_url", "dp_size", "block_size", "local_dp_ranks"):
             before, after = getattr(known, name), getattr(leader, name)
             if before != after:
                 raise RelayEnded(f"{name} of the leader {known.worker_id} was {before} and is now {after}")

@@ -71,11 +71,11 @@ class AskGateways:
 
 @dataclass(frozen=True, slots=True)
 class Relay:
-    """Begin to relay the node's sources under a worker's name; ``None`` is the worker that this node serves."""
+    """Begin to relay the node's sources as a worker's; the ``None`` worker is the one that this node serves."""
 
     node: NodeMetadata
     group: GroupIdentity | None
-    worker_id: str | None
+    worker_url: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +238,7 @@ class RelayMachine:
         except RelayEnded as exc:
             return self._end(str(exc))
         self._watch = LeaderWatch(self.group, leader)
-        commands: list[Command] = [AskGateways(self._limits.poll_s), *self._relay(now_s, leader.worker_id)]
+        commands: list[Command] = [AskGateways(self._limits.poll_s), *self._relay(now_s, leader.worker_url)]
         if how is Match.PARTIAL:
             theirs, ours = (", ".join(group.addresses) for group in (leader.group, self.group))
             commands.insert(0, Warn(f"the group resolves to {ours} here and to {theirs} at its leader"))
@@ -269,12 +269,12 @@ class RelayMachine:
 
     # Parts
 
-    def _relay(self, now_s: float, worker_id: str | None) -> list[Command]:
+    def _relay(self, now_s: float, worker_url: str | None) -> list[Command]:
         assert self.node is not None
         self._enter(Phase.RELAY, now_s)
         self._away_since_s = dict.fromkeys(self.node.ranks, now_s)
         self._has_run = not self._away_since_s
-        return [Relay(self.node, self.group, worker_id)]
+        return [Relay(self.node, self.group, worker_url)]
 
     def _enter(self, phase: Phase, now_s: float) -> None:
         if self._phase is Phase.ENDED:

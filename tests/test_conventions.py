@@ -56,6 +56,7 @@ PURE = (
     "relay/identity.py",
     "relay/machine.py",
     "relay/metadata.py",
+    "relay/protobuf.py",
     "simulator/cache.py",
     "simulator/faults.py",
     "simulator/kv_encoding.py",

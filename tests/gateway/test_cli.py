@@ -48,7 +48,7 @@ def test_serve_help_shows_environment_names(capsys: pytest.CaptureFixture[str]) 
         pytest.param(["serv"], "serv: unknown command; did you mean serve?", id="unknown command"),
         pytest.param(["xyzzy"], "see forebay --help", id="unknown command far off"),
         pytest.param(["--vers"], "--vers: unknown option; did you mean --version?", id="unknown option"),
-        pytest.param(["relay"], "relay is not available in this release", id="relay"),
+        pytest.param(["relay"], "--engine: missing; give the local engine's address", id="relay"),
         pytest.param(["explain"], "required: FILE; see forebay explain --help", id="nothing to explain"),
         pytest.param(["explain", "--url", "x", "-"], "--url: 'x' is not", id="address of explain without a scheme"),
         pytest.param(["explain", "/nonexistent/r"], "/nonexistent/r: No such file", id="no request file"),

@@ -1,5 +1,7 @@
 """Whose follower a node is, and when that ends."""
 
+from dataclasses import replace
+
 import pytest
 
 from relay.errors import RelayEnded
@@ -8,14 +10,13 @@ from relay.identity import Match
 from tests.relay.nodes import group, node, source
 
 OURS = group()
-LEADER = Leader("w0", OURS, dp_size=4, block_size=16, local_dp_ranks=(0, 1))
-STRANGER = Leader("other", group("10.0.0.7:5000"), dp_size=2, block_size=8, local_dp_ranks=(0,))
+LEADER = Leader("w0", "http://w0", OURS, dp_size=4, block_size=16, local_dp_ranks=(0, 1))
+STRANGER = Leader("other", "http://other", group("10.0.0.7:5000"), dp_size=2, block_size=8, local_dp_ranks=(0,))
 
 
 def changed(**changes: object) -> Leader:
     """The leader with changes."""
-    fields = {"worker_id": "w0", "group": OURS, "dp_size": 4, "block_size": 16, "local_dp_ranks": (0, 1), **changes}
-    return Leader(**fields)  # type: ignore[arg-type]
+    return replace(LEADER, **changes)  # type: ignore[arg-type]
 
 
 def test_a1_6_a_follower_picks_the_leader_of_its_own_group() -> None:
@@ -93,6 +94,7 @@ def test_one_gateway_that_knows_the_leader_is_enough() -> None:
         pytest.param(changed(block_size=8), "block_size", id="block_size"),
         pytest.param(changed(local_dp_ranks=(0,)), "local_dp_ranks", id="ranks"),
         pytest.param(changed(worker_id="w9"), "worker_id", id="name"),
+        pytest.param(changed(worker_url="http://w9"), "worker_url", id="address"),
     ],
 )
 def test_a1_9_a_leader_that_changes_is_another(leader: Leader, names: str) -> None:

@@ -10,7 +10,7 @@ from relay.machine import AskEngine, AskGateways, End, Limits, Phase, Relay, Rel
 from tests.relay.nodes import ADDRESS, group, leader_node, node, source
 
 LIMITS = Limits(phase_s=100.0, overall_s=250.0, failure_s=60.0)
-LEADER = Leader("w0", group(), dp_size=4, block_size=16, local_dp_ranks=(0, 1))
+LEADER = Leader("w0", "http://w0", group(), dp_size=4, block_size=16, local_dp_ranks=(0, 1))
 ACKNOWLEDGED = GatewayState(is_connected=True, is_acknowledged=True)
 
 
@@ -50,7 +50,7 @@ def test_a_follower_comes_up() -> None:
     assert found.on_group(2.0, group()) == [AskGateways(0.0)]
     assert found.on_leaders(3.0, {"g": None}, "refused") == [AskGateways(1.0)]
     assert found.on_leaders(3.0, {"g": ()}) == [AskGateways(1.0)]
-    assert found.on_leaders(4.0, {"g": (LEADER,)}) == [AskGateways(5.0), Relay(node(), group(), "w0")]
+    assert found.on_leaders(4.0, {"g": (LEADER,)}) == [AskGateways(5.0), Relay(node(), group(), "http://w0")]
     assert found.phase is Phase.RELAY
 
 
@@ -86,7 +86,7 @@ def test_a_partial_match_is_warned_of() -> None:
     found.on_metadata(0.0, node())
     found.on_group(0.0, group())
     theirs = group("leader:5000", "10.0.0.1", "fd00::1")
-    commands = found.on_leaders(0.0, {"g": (Leader("w0", theirs, 4, 16, (0, 1)),)})
+    commands = found.on_leaders(0.0, {"g": (Leader("w0", "http://w0", theirs, 4, 16, (0, 1)),)})
     assert isinstance(commands[0], Warn)
     assert "fd00::1" in commands[0].text
 
@@ -94,9 +94,9 @@ def test_a_partial_match_is_warned_of() -> None:
 @pytest.mark.parametrize(
     ("leader", "names"),
     [
-        (Leader("w0", group(), 4, 16, (0, 2)), "rank 2"),
-        (Leader("w0", group(), 2, 16, (0,)), "dp_size"),
-        (Leader("w0", group(), 4, 8, (0,)), "block_size"),
+        (Leader("w0", "http://w0", group(), 4, 16, (0, 2)), "rank 2"),
+        (Leader("w0", "http://w0", group(), 2, 16, (0,)), "dp_size"),
+        (Leader("w0", "http://w0", group(), 4, 8, (0,)), "block_size"),
     ],
     ids=["a1_3", "dp_size", "block_size"],
 )
@@ -235,7 +235,7 @@ class Random(RuleBasedStateMachine):
         found = self.machine.on_group(self.now_s, group()) if is_found else self.machine.on_group_failed("none")
         self._note([*found])
 
-    @rule(view=st.sampled_from([None, (), (LEADER,), (Leader("w1", group(), 4, 16, ()), LEADER)]))
+    @rule(view=st.sampled_from([None, (), (LEADER,), (Leader("w1", "http://w1", group(), 4, 16, ()), LEADER)]))
     def leaders(self, view: tuple[Leader, ...] | None) -> None:
         self._note([*self.machine.on_leaders(self.now_s, {"g": view})])
 
