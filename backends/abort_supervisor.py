@@ -181,6 +181,8 @@ class AbortSupervisor:
             self._counters.abort_unconfirmed()
         elif end.how is LegEnd.ABANDONED:
             self._counters.handoff_abandoned()
+            if leg.on_abandoned is not None:
+                leg.on_abandoned()
         if end.error and leg.is_detached:
             logger.warning("worker %s: an answer that nobody waited for broke off: %s", leg.worker.id, end.error)
 

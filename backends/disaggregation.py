@@ -132,7 +132,8 @@ class PairMachine:
         self._number += 1
         self._prefill = PrefillState.CONNECTING
         self._state = PairState.WAIT_HANDOFF
-        if self._capability.is_early:  # elsewhere headers come with the whole answer, however long prefill takes
+        # Elsewhere headers come with the whole answer, however long prefill takes.
+        if self._capability.is_early and self._times.header_timeout_s:
             self._dues.header = at + self._times.header_timeout_s
         return [pair.SendPrefill(self._number)]
 

@@ -76,11 +76,13 @@ class Leg:
         reveals_ids: Its answer shows ids under which the engine runs it.
         on_end: Told once, when the leg has given everything back.
         on_first_token: Told once, at its first output.
+        on_abandoned: Told if it was closed before it had taken over what it should have.
 
     Attributes:
         can_be_aborted: The engine takes aborts for it; where not, closing is all there is.
         is_detached: Its keeper reads it.
         is_ended: Everything is given back.
+        on_abandoned: See above.
         reveals_ids: See above.
         was_called_off: Its client has asked for an abort of all of it, or of an item.
     """
@@ -98,6 +100,7 @@ class Leg:
         "engine_ids",
         "is_detached",
         "is_ended",
+        "on_abandoned",
         "policy",
         "reveals_ids",
         "was_called_off",
@@ -117,6 +120,7 @@ class Leg:
         reveals_ids: bool = False,
         on_end: Callable[["Leg"], None],
         on_first_token: Callable[[], None] | None = None,
+        on_abandoned: Callable[[], None] | None = None,
     ) -> None:
         self.worker = worker
         self.backend = backend
@@ -127,6 +131,7 @@ class Leg:
         self.reveals_ids = reveals_ids
         self.is_detached = False
         self.is_ended = False
+        self.on_abandoned = on_abandoned
         self.was_called_off = False
         self._has_output = False
         self._booking = booking

@@ -129,6 +129,8 @@ class LegMachine:
         if self._state is LegState.OWED:
             raise ValueError("the end of a call that was closed")
         self.cause = self.cause or (Cause.ENGINE_ERROR if event.error else Cause.FINISHED)
+        if self._state is LegState.DRAINING and event.error:
+            return self._close(LegEnd.ABANDONED, event.error)
         return self._close(LegEnd.CONFIRMED if self.is_told else LegEnd.FINISHED, event.error)
 
     def _on_revealed(self, event: Revealed) -> list[Command]:

@@ -96,7 +96,7 @@ class PairTimes:
     """Durations in seconds.
 
     Attributes:
-        header_timeout_s: For prefill's headers, where they do not wait for its end.
+        header_timeout_s: For prefill's headers, where they do not wait for its end; 0 for no limit.
         hold_s: From decode's success to prefill's end; 0 for no limit. Nothing starts it again.
         tail_s: How long a prefill leg may go on that nobody waits for.
         max_handoff_age_s: A handoff that is older is not given to decode; counted from prefill's answer.

@@ -1,21 +1,32 @@
 """Where one request goes, and where next when that fails."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from backends.errors import AnswerTooLarge, CallClosed, ConnectFailed, ConnectionDropped, RequestUnsendable
+from backends.errors import (
+    AnswerBroken,
+    AnswerTooLarge,
+    CallClosed,
+    ConnectFailed,
+    ConnectionDropped,
+    RequestUnsendable,
+)
 from gateway.answer import Verdict
 from gateway.attempts import Attempts, Failure
 from gateway.downstream import ClientRequest
 from gateway.envelope import Envelope
 from gateway.errors import ENGINE_DIED, EngineRefused, ErrorReport, GatewayError, report_of
 from gateway.outcome import Outcome
-from gateway.placement import Placed, place
+from gateway.pair_failure import PairFailed
+from gateway.pair_placement import needs_one_worker
+from gateway.placement import Attempt, place
 from gateway.prompts import Prompt
 from gateway.routes import Route
 from gateway.services import Services
 from gateway.waiting_room import Wanted
 from routers.errors import NoReadyWorker
+from routers.fleet import Member
+from routers.types import Candidate
 
 logger = logging.getLogger("forebay.exchange")
 
@@ -61,7 +72,10 @@ class Dispatch:
     @property
     def wanted(self) -> Wanted:
         """What the request wants a rank for, where it has to wait for one."""
-        return Wanted(self._request, self._route, self._envelope, self._model, self.attempts)
+        is_alone = self._services.fleet.has_pairs(self._model) and needs_one_worker(
+            self._services, self._route, self._envelope, self._model
+        )
+        return Wanted(self._request, self._route, self._envelope, self._model, self.attempts, needs_one_worker=is_alone)
 
     async def read_prompt(self) -> None:
         """Find out the prompt, for a policy that looks at it; one that cannot be told costs the overlap alone.
@@ -73,14 +87,21 @@ class Dispatch:
         self._prompt = prefixes.known(self._route, self._envelope, self._model)
         if self._prompt is None:
             try:
-                candidates = self._services.fleet.candidates(self._model)
+                candidates = self._candidates()
             except NoReadyWorker:
                 return  # it may wait for a paused one, and is placed by load then
             self._prompt = await prefixes.look_up(self._route, self._envelope, self._model, candidates)
             if self._is_stopped():
                 raise CallClosed
 
-    def place(self) -> Placed:
+    def _candidates(self) -> Sequence[Candidate]:
+        fleet = self._services.fleet
+        if not fleet.has_pairs(self._model):
+            return fleet.candidates(self._model)
+        pools = fleet.pools(self._model)
+        return [*pools.prefill, *pools.regular, *pools.decode]
+
+    def place(self) -> Attempt:
         """Begin an attempt: choose, book and send.
 
         Raises:
@@ -96,20 +117,20 @@ class Dispatch:
         self.attempts.begin()
         return placed
 
-    def answered(self, placed: Placed, verdict: Verdict) -> None:
+    def answered(self, placed: Attempt, verdict: Verdict) -> None:
         """An attempt has ended with an answer, whatever that says."""
         services = self._services
         services.metrics.attempt(placed.worker_id, verdict.outcome)
         # A stream that ends as it should, but for a finish reason, was ended by somebody else at the engine.
         is_cut = verdict.outcome is Outcome.TRUNCATED and not verdict.is_terminated
-        self._judge(placed, failed=is_cut or verdict.outcome is Outcome.ENGINE_ERROR)
+        self._judge(placed, placed.member, failed=is_cut or verdict.outcome is Outcome.ENGINE_ERROR)
         if verdict.dp_rank is not None and verdict.dp_rank != placed.dp_rank:
             self._elsewhere(placed, verdict.dp_rank)
         if self._prompt is not None and verdict.outcome is Outcome.COMPLETE:
             services.prefixes.finished(self._prompt, placed.choice)
         placed.end()
 
-    async def failed(self, placed: Placed, error: Exception, public_id: str, *, has_begun: bool) -> bool:
+    async def failed(self, placed: Attempt, error: Exception, public_id: str, *, has_begun: bool) -> bool:
         """An attempt has failed: settle it, and say whether the request goes to another worker.
 
         Args:
@@ -121,19 +142,21 @@ class Dispatch:
         Raises:
             GatewayError: Two workers died under it.
         """
-        worker = placed.member.worker
+        member = placed.blamed(error)
+        worker = member.worker
         report = report_of(error)
+        cause = cause_of(error)
         self._services.metrics.attempt(worker.id, str(report.outcome))
         logger.info("request %s on %s: %s", public_id, worker.id, error)
-        is_busy = report.type == "overloaded" or isinstance(error, _REQUESTS_FAULT)
-        is_stale = isinstance(error, ConnectionDropped) and error.was_reused
-        self._judge(placed, failed=report.status >= 500 and not is_busy and not is_stale)
+        is_busy = report.type == "overloaded" or isinstance(cause, _REQUESTS_FAULT)
+        is_stale = isinstance(cause, ConnectionDropped) and cause.was_reused
+        self._judge(placed, member, failed=report.status >= 500 and not is_busy and not is_stale)
         if not any(leg.has_output for leg in placed.legs):
             self._services.prefixes.failed(placed.sent)
         placed.end()
-        failure = await self._failure(placed, error, report)
+        failure = await self._failure(member, error, report)
         if failure in (Failure.UNREACHABLE, Failure.DIED):
-            placed.member.lost_contact(str(error))
+            member.lost_contact(str(cause))
         may_retry = self.attempts.may_retry(worker.id, failure)
         if self.attempts.deaths > 1:
             raise GatewayError(ENGINE_DIED) from error
@@ -141,19 +164,25 @@ class Dispatch:
         is_open = is_wanted and not has_begun and not self._services.is_draining
         return may_retry and is_open and self._services.waiting.is_hopeful(self.wanted)
 
-    async def _failure(self, placed: Placed, error: Exception, report: ErrorReport) -> Failure:
-        if isinstance(error, ConnectFailed):
+    async def _failure(self, member: Member, error: Exception, report: ErrorReport) -> Failure:
+        cause = cause_of(error)
+        if isinstance(error, PairFailed) and not error.failure.is_retryable:
+            return Failure.FINAL
+        if isinstance(cause, ConnectFailed):
             return Failure.UNREACHABLE
-        if isinstance(error, ConnectionDropped) and not self._is_stopped():
+        # Of a pair's answer the client has got nothing, even if it broke off.
+        dropped = (ConnectionDropped, AnswerBroken) if isinstance(error, PairFailed) else ConnectionDropped
+        if isinstance(cause, dropped) and not self._is_stopped():
             # Whether the worker is still there decides if another one may be risked for this request.
-            if not await self._services.is_alive(placed.member.worker):
+            if not await self._services.is_alive(member.worker):
                 return Failure.DIED
-            return Failure.STALE if error.was_reused else Failure.DROPPED
-        if isinstance(error, EngineRefused) and report.status == 503:
+            is_stale = isinstance(cause, ConnectionDropped) and cause.was_reused
+            return Failure.STALE if is_stale else Failure.DROPPED
+        if isinstance(cause, EngineRefused) and (report.status == 503 or isinstance(error, PairFailed)):
             return Failure.BUSY
         return Failure.FINAL
 
-    def _elsewhere(self, placed: Placed, dp_rank: int) -> None:
+    def _elsewhere(self, placed: Attempt, dp_rank: int) -> None:
         """The engine ran the request on another rank than the chosen one; told once a worker, counted always."""
         if self._services.metrics.rank_mismatch(placed.worker_id) == 1:
             logger.warning(
@@ -164,11 +193,19 @@ class Dispatch:
                 placed.dp_rank,
             )
 
-    def _judge(self, placed: Placed, *, failed: bool) -> None:
-        """Tell the worker's breaker; what a client did wrong, or its leaving, is not the worker's fault."""
+    def _judge(self, placed: Attempt, member: Member, *, failed: bool) -> None:
+        """Tell the breaker of one of the workers; what a client did wrong, or its leaving, is not its fault."""
         if self._is_stopped():
-            placed.member.breaker.released()
+            member.breaker.released()
         elif failed:
-            self._services.fleet.failed(placed.member, self._services.clock())
+            self._services.fleet.failed(member, self._services.clock())
         else:
-            self._services.fleet.succeeded(placed.member)
+            self._services.fleet.succeeded(member)
+        for other in placed.members:
+            if other is not member:
+                other.breaker.released()
+
+
+def cause_of(error: Exception) -> Exception:
+    """What is behind a pair's failure."""
+    return (error.failure.error or error) if isinstance(error, PairFailed) else error

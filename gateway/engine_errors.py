@@ -52,18 +52,25 @@ def refusal_in(event_data: bytes) -> EngineRefused | None:
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
     if isinstance(event.error, str):
-        return _refused(500, event.error, body=event_data)
+        return refused(500, event.error, body=event_data)
     if event.error is not None:
         code = str(event.error.code)
         status = int(code) if code.isdecimal() and len(code) == 3 else 500
-        return _refused(status, event.error.message or "", body=event_data)
+        return refused(status, event.error.message or "", body=event_data)
     reason = event.meta_info.finish_reason if event.meta_info else None
     if reason is None or reason.type != "abort" or reason.status_code is None:
         return None
-    return _refused(reason.status_code, reason.message or "", body=None)
+    return refused(reason.status_code, reason.message or "", body=None)
 
 
-def _refused(status: int, message: str, *, body: bytes | None) -> EngineRefused:
+def refused(status: int, message: str, *, body: bytes | None) -> EngineRefused:
+    """An engine's error by the status that it gave inside of an answer.
+
+    Args:
+        status: As given; what is no error status counts as 500.
+        message: The engine's words.
+        body: Its error's JSON, which the client gets where the request is at fault; ``None`` for our own form.
+    """
     if not 400 <= status <= 599:
         status = 500
     if status >= 500:

@@ -30,7 +30,7 @@ from gateway.errors import (
     report_of,
 )
 from gateway.outcome import Outcome
-from gateway.placement import Placed
+from gateway.placement import Attempt
 from gateway.relay import AnswerRelay
 from gateway.routes import Route
 from gateway.screening import refuse_engine_state
@@ -94,7 +94,7 @@ class Exchange:
         self._envelope: Envelope | None = None
         self._public_id = ""
         self._model = ""
-        self._placed: Placed | None = None
+        self._placed: Attempt | None = None
         self._engine_ids: list[str] = []
         self._sample_ids: tuple[str, ...] = ()
         self._dispatch: Dispatch | None = None

@@ -13,19 +13,23 @@ from backends.types import EngineFacts, EngineIds
 from gateway.eligibility import eligible
 from gateway.envelope import Envelope
 from gateway.expand import choice_changes, choice_ids, expands
-from gateway.fold import Fold, fold_changes, new_fold, stays_unary
+from gateway.fold import Fold, fold_changes
+from gateway.fold_choice import can_fold, fold_maker
 from gateway.ids import IdMap, id_map
+from gateway.pair_attempt import PairAttempt
+from gateway.pair_placement import choose, place_pair
 from gateway.prefixes import Sent
 from gateway.prompts import Prompt
-from gateway.routes import FOLDED_PATHS, Dialect, Route
+from gateway.routes import Dialect, Route
 from gateway.services import Services
 from routers.fleet import Member
 from routers.load import RankBooking
+from routers.pair import Paired
 from routers.types import Placement, RouteRequest
 
 
 class Placed(msgspec.Struct, frozen=True):
-    """A request on its way to a rank.
+    """A request on its way to a rank; one over a pair is a ``PairAttempt``.
 
     Attributes:
         legs: The upstream requests, mostly one; several are the samples of a request that was taken apart. The exchange
@@ -67,6 +71,11 @@ class Placed(msgspec.Struct, frozen=True):
     def ids(self) -> IdMap:
         """Rewrites the ids in the first leg's answer."""
         return self.ids_of_legs[0]
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The worker."""
+        return (self.member,)
 
     @property
     def worker_id(self) -> str:
@@ -114,6 +123,11 @@ class Placed(msgspec.Struct, frozen=True):
             leg.call_off(items, is_paused=self.member.is_paused)
         return bool(live)
 
+    def blamed(self, error: Exception) -> Member:
+        """The worker at fault."""
+        del error
+        return self.member
+
     def end(self) -> None:
         """End the legs that the abort supervisor has not taken over."""
         for leg in self.legs:
@@ -121,9 +135,13 @@ class Placed(msgspec.Struct, frozen=True):
                 leg.end()
 
 
+# What the exchange deals with: one worker, or two.
+Attempt = Placed | PairAttempt
+
+
 def place(
     services: Services, route: Route, envelope: Envelope, model: str, failed: set[str], prompt: Prompt | None = None
-) -> Placed:
+) -> Attempt:
     """Choose, book and send.
 
     Args:
@@ -138,18 +156,29 @@ def place(
         RoutingError: Nothing can take it.
         GatewayError: Nothing that is there ever could.
     """
+    if services.fleet.has_pairs(model):
+        chosen = choose(services, route, envelope, model, failed, prompt)
+        if isinstance(chosen, Paired):
+            return place_pair(services, route, envelope, model, failed, chosen, prompt)
+        return _place_alone(services, route, envelope, chosen, prompt)
     candidates = eligible(services.fleet, services.clock, route, envelope, model, failed)
     if prompt is None:
         request = RouteRequest(envelope.prompt_tokens, envelope.stickiness_key)
     else:
         request = services.prefixes.request(prompt, envelope.stickiness_key, candidates)
-    choice = services.policy.select(request, candidates)
+    return _place_alone(services, route, envelope, services.policy.select(request, candidates), prompt)
+
+
+def _place_alone(
+    services: Services, route: Route, envelope: Envelope, choice: Placement, prompt: Prompt | None
+) -> Placed:
+    """Book and send to one rank."""
     key = choice.candidate.key
     member = services.fleet.get(key.worker_id)
     assert member is not None
     assert member.facts is not None
     facts = member.facts
-    folds = services.limits.folds_unary and _can_fold(route, envelope, facts)
+    folds = services.limits.folds_unary and can_fold(route, envelope, facts.engine)
     sender = _Sender(
         services,
         route,
@@ -172,7 +201,7 @@ def place(
         overlap_blocks=choice.overlap_blocks,
         ids_of_legs=tuple(sender.ids),
         is_stream=sender.is_stream,
-        new_fold=functools.partial(_fold, route, envelope, facts) if route.path in FOLDED_PATHS else None,
+        new_fold=fold_maker(route, envelope, facts),
         sent_ids=tuple(sender.sent_ids),
         batch_size=envelope.batch_size,
         choice=choice,
@@ -342,21 +371,3 @@ class _Sender:
             services.fleet.sent(member, services.clock())
         self.legs.append(leg)
         self.sent_ids += engine_ids.sent
-
-
-def _can_fold(route: Route, envelope: Envelope, facts: EngineFacts) -> bool:
-    if envelope.is_stream or route.path not in FOLDED_PATHS:
-        return False
-    return not stays_unary(route.dialect, facts.engine, envelope.body.fields)
-
-
-def _fold(route: Route, envelope: Envelope, facts: EngineFacts, limit_bytes: int) -> Fold:
-    is_list = route.dialect is Dialect.NATIVE and (envelope.batch_size is not None or envelope.samples > 1)
-    return new_fold(
-        route.dialect,
-        facts.engine,
-        limit_bytes=limit_bytes,
-        count=envelope.sequences,
-        is_list=is_list,
-        is_incremental=facts.incremental_output,
-    )

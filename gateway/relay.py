@@ -19,6 +19,7 @@ from gateway.answer import (
     rank_in,
     unary_verdict,
 )
+from gateway.answer_headers import identity_headers
 from gateway.child_ids import revealed
 from gateway.downstream import Downstream
 from gateway.engine_errors import refusal_in
@@ -33,7 +34,9 @@ from gateway.errors import (
 from gateway.fold import FoldIncomplete
 from gateway.merge import merge
 from gateway.outcome import Outcome
-from gateway.placement import Placed
+from gateway.pair_attempt import PairAttempt
+from gateway.pair_relay import forward_pair
+from gateway.placement import Attempt, Placed
 from gateway.routes import LAST_EVENTS, Dialect
 from gateway.samples import read_samples
 from gateway.services import Limits
@@ -93,21 +96,13 @@ class AnswerRelay:
         self.bytes_out = 0
         self.events_seen = 0
 
-    def identify(self, envelope: Envelope, placed: Placed, attempts: int) -> None:
+    def identify(self, envelope: Envelope, placed: Attempt, attempts: int) -> None:
         """Set the headers that say which request this is and where it went."""
         self._public_id = envelope.public_id
         self._wants_stream = envelope.is_stream
-        self.headers = [
-            (b"x-request-id", envelope.header_id),
-            (b"x-forebay-worker", placed.leg.worker.id.encode()),
-            (b"x-forebay-attempts", b"%d" % attempts),
-        ]
-        if placed.dp_rank is not None:
-            self.headers.append((b"x-forebay-dp-rank", b"%d" % placed.dp_rank))
-        if placed.overlap_blocks is not None:
-            self.headers.append((b"x-forebay-overlap-blocks", b"%d" % placed.overlap_blocks))
+        self.headers = identity_headers(envelope, placed, attempts)
 
-    async def forward(self, placed: Placed) -> Verdict:
+    async def forward(self, placed: Attempt) -> Verdict:
         """Relay the answer of ``placed``.
 
         Returns:
@@ -118,6 +113,8 @@ class AnswerRelay:
             EngineRefused: The same, and the engine has said why.
             CallEnded: This side stopped the leg.
         """
+        if isinstance(placed, PairAttempt):
+            return await forward_pair(self, placed)
         if len(placed.legs) > 1:
             return await self._samples(placed)
         head = await self._head(placed)
@@ -130,17 +127,31 @@ class AnswerRelay:
             return await self._body(placed, head)
         raise AnswerMalformed(f"content type {head.content_type!r} with status {head.status}")
 
-    async def _start(self, status: int, headers: Headers) -> None:
+    async def begin_stream(self, head: AnswerHead) -> None:
+        """Send the head of a stream, if that has not been done."""
+        self._is_sse = True
+        if not self.status:
+            await self.start(head.status, passed_headers(head))
+
+    async def start(self, status: int, headers: Headers) -> None:
+        """Send the head of an answer whose body follows."""
         self.status = status
         self.first_byte_at = self._clock()
         await self._downstream.start(status, [*headers, *self.headers])
 
-    async def _write(self, data: bytes) -> None:
+    async def write(self, data: bytes) -> None:
+        """Send a piece of the body."""
         self.silent_since = None
         self.bytes_out += len(data)
         await self._downstream.write(data)
 
-    def _with_rank(self, placed: Placed, verdict: Verdict, data: bytes) -> Verdict:
+    async def finish(self, data: bytes) -> None:
+        """Send the last piece of the body."""
+        self.silent_since = None
+        self.bytes_out += len(data)
+        await self._downstream.finish(data)
+
+    def with_rank(self, placed: Attempt, verdict: Verdict, data: bytes) -> Verdict:
         """The verdict with the rank that the engine says it ran on, where one was chosen for it."""
         if placed.dp_rank is None or self._dialect is not Dialect.NATIVE:
             return verdict
@@ -169,10 +180,8 @@ class AnswerRelay:
         if refusal is not None:
             raise refusal
         placed.leg.first_token()
-        self._is_sse = True
-        if not self.status:
-            await self._start(head.status, passed_headers(head))
-        read = functools.partial(self._read, placed) if self._keeps_alive else call.read
+        await self.begin_stream(head)
+        read = functools.partial(self._read, placed) if self.keepalive_s else call.read
         try:
             while not call.is_complete:
                 if block:
@@ -189,11 +198,11 @@ class AnswerRelay:
         verdict = answer.verdict(was_aborted=placed.leg.was_called_off)
         if not verdict.is_terminated:
             if block:
-                await self._write(block)
+                await self.write(block)
             return await self._cut(answer, AnswerBroken(verdict.message))
         self.bytes_out += len(block)
         await self._downstream.finish(block)
-        return self._with_rank(placed, verdict, answer.last_block)
+        return self.with_rank(placed, verdict, answer.last_block)
 
     async def _cut(self, answer: StreamAnswer, error: UpstreamError) -> Verdict:
         """The stream broke off: say so in the stream itself, unless the engine has; an unfinished event is dropped."""
@@ -202,7 +211,7 @@ class AnswerRelay:
             await self._downstream.finish()
             return verdict
         if verdict.outcome is Outcome.ENGINE_ERROR:
-            tail = self._end_after_error
+            tail = self.end_after_error
             self.bytes_out += len(tail)
             await self._downstream.finish(tail)
             return verdict
@@ -231,14 +240,14 @@ class AnswerRelay:
         if isinstance(body, EngineRefused):
             raise body
         headers = [h for h in passed_headers(head) if h[0] != b"content-type"]
-        await self._send_whole(200, [(b"content-type", b"application/json"), *headers], body)
-        return self._with_rank(placed, unary_verdict(body), body)
+        await self.send_whole(200, [(b"content-type", b"application/json"), *headers], body)
+        return self.with_rank(placed, unary_verdict(body), body)
 
     # Waiting, with signs of life for the client.
 
     async def _head(self, placed: Placed) -> AnswerHead:
         call = placed.leg.call
-        if not self._keeps_alive:
+        if not self.keepalive_s:
             return await call.head()
         while True:
             timer = self._tick_later(call)
@@ -248,11 +257,11 @@ class AnswerRelay:
                 self._check_tick(placed)
             finally:
                 timer.cancel()
-            await self._comment()
+            await self.comment()
 
     async def _read(self, placed: Placed) -> bytes:
         call = placed.leg.call
-        if not self._keeps_alive:
+        if not self.keepalive_s:
             return await call.read()
         while True:
             timer = self._tick_later(call)
@@ -262,11 +271,12 @@ class AnswerRelay:
                 self._check_tick(placed)
             finally:
                 timer.cancel()
-            await self._comment()
+            await self.comment()
 
     @property
-    def _keeps_alive(self) -> bool:
-        return self._wants_stream and self._limits.sse_keepalive_s > 0
+    def keepalive_s(self) -> float:
+        """Silence after which the client gets a sign of life, 0 for never."""
+        return self._limits.sse_keepalive_s if self._wants_stream else 0.0
 
     def _tick_later(self, call: UpstreamCall) -> asyncio.TimerHandle:
         def tick() -> None:
@@ -281,12 +291,12 @@ class AnswerRelay:
             raise CallInterrupted
         self._is_tick_due = False
 
-    async def _comment(self) -> None:
+    async def comment(self) -> None:
         """Send a comment; only whole events were sent before, so it stands between two. The first one sends 200."""
         if not self.status:
             self._is_sse = True
-            await self._start(200, [(b"content-type", b"text/event-stream; charset=utf-8")])
-        await self._write(KEEP_ALIVE)
+            await self.start(200, [(b"content-type", b"text/event-stream; charset=utf-8")])
+        await self.write(KEEP_ALIVE)
 
     # Unary answers.
 
@@ -306,8 +316,8 @@ class AnswerRelay:
         placed.member.last_byte_at = self._clock()
         if size <= buffer_bytes or (call.is_complete and size <= limit_bytes):
             body = placed.ids.apply(b"".join(parts))
-            await self._send_whole(head.status, passed_headers(head), body)
-            return self._with_rank(placed, unary_verdict(body, self._dialect), body)
+            await self.send_whole(head.status, passed_headers(head), body)
+            return self.with_rank(placed, unary_verdict(body, self._dialect), body)
         if size > limit_bytes:
             raise AnswerTooLarge(limit_bytes)
         return await self._long_body(placed, head, parts)
@@ -316,10 +326,11 @@ class AnswerRelay:
         """The answers to the legs of a request that was taken apart, put together."""
         head, answers = await read_samples(placed, self._limits.max_response_bytes, self._clock)
         body = merge(self._dialect, answers, batch_size=placed.batch_size)
-        await self._send_whole(200, passed_headers(head), body)
+        await self.send_whole(200, passed_headers(head), body)
         return unary_verdict(body, self._dialect)
 
-    async def _send_whole(self, status: int, headers: Headers, body: bytes) -> None:
+    async def send_whole(self, status: int, headers: Headers, body: bytes) -> None:
+        """Send a whole answer."""
         self.status = status
         self.silent_since = None
         self.first_byte_at = self._clock()
@@ -332,11 +343,11 @@ class AnswerRelay:
         if head.content_length is not None and placed.ids.keeps_length:
             headers.append((b"content-length", b"%d" % head.content_length))
         answer = BodyAnswer(placed.ids)
-        await self._start(head.status, headers)
+        await self.start(head.status, headers)
         try:
             for data in begun:
                 if ready := answer.feed(data):
-                    await self._write(ready)
+                    await self.write(ready)
             begun.clear()
             while data := await call.read():
                 placed.member.last_byte_at = self.silent_since = self._clock()
@@ -344,7 +355,7 @@ class AnswerRelay:
                 if answer.bytes_in > self._limits.max_response_bytes:
                     raise AnswerTooLarge(self._limits.max_response_bytes)
                 if ready:
-                    await self._write(ready)
+                    await self.write(ready)
         except UpstreamError as exc:
             self._downstream.abort()
             return Verdict(Outcome.TRUNCATED, False, Usage(), str(exc))
@@ -356,7 +367,7 @@ class AnswerRelay:
     # Errors.
 
     @property
-    def _end_after_error(self) -> bytes:
+    def end_after_error(self) -> bytes:
         """What ends a stream behind an error event; routes with end events of their own have none."""
         if self._dialect in LAST_EVENTS or not self._limits.sse_done_after_error:
             return b""
@@ -367,7 +378,7 @@ class AnswerRelay:
         if self.status:
             await self.fail(refusal.report, self._public_id)
             return
-        await self._send_whole(refusal.report.status, refusal.headers or [], refusal.body or b"")
+        await self.send_whole(refusal.report.status, refusal.headers or [], refusal.body or b"")
 
     async def fail(self, report: ErrorReport, request_id: str | None) -> Outcome:
         """Tell the client of an error, in the way that is still open.
@@ -376,12 +387,12 @@ class AnswerRelay:
             The request's outcome, which is ``truncated`` where a body was cut.
         """
         if not self.status:
-            await self._send_whole(report.status, report.headers, report.body(request_id))
+            await self.send_whole(report.status, report.headers, report.body(request_id))
             return report.outcome
         if not self._is_sse:
             self._downstream.abort()
             return Outcome.TRUNCATED
-        tail = report.event(request_id, self._dialect) + self._end_after_error
+        tail = report.event(request_id, self._dialect) + self.end_after_error
         self.bytes_out += len(tail)
         await self._downstream.finish(tail)
         return report.outcome

@@ -1,5 +1,6 @@
 """What every exchange shares."""
 
+import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -14,6 +15,8 @@ from gateway.kv_metrics import KvMetrics
 from gateway.kv_view import KvView
 from gateway.live import LiveLegs, LiveRequests
 from gateway.metrics import Metrics
+from gateway.pair_metrics import PairMetrics
+from gateway.prefill_tails import PrefillTails
 from gateway.prefixes import Prefixes
 from gateway.waiting_room import WaitingRoom
 from routers.base import Router
@@ -76,6 +79,9 @@ class Services:
         new_id: Makes a fresh 32-hex id.
         is_draining: Nothing is admitted any more.
         live_rooms: Under which prefill and decode workers hand over the prompts of live requests.
+        room_bits: Draws them.
+        tails: Reads the legs of pairs, and owns prefills that nobody waits for.
+        pair_metrics: Counters of pairs.
     """
 
     limits: Limits
@@ -97,5 +103,8 @@ class Services:
     wall_clock: Callable[[], float]
     is_alive: Callable[[Worker], Awaitable[bool]]
     new_id: Callable[[], str]
+    tails: PrefillTails
+    pair_metrics: PairMetrics
     is_draining: bool = False
     live_rooms: set[int] = field(default_factory=set)
+    room_bits: random.Random = field(default_factory=random.SystemRandom)

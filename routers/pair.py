@@ -177,6 +177,25 @@ class PairRouter:
             raise obstacle(pools, pins, needs_one_worker=needs_one_worker) or NoPair(_UNPAIRED)
         return Alone(single)
 
+    def another_decode(
+        self, request: RouteRequest, decode: Sequence[Candidate], prefill: Candidate, now: float
+    ) -> Placement:
+        """Choose where a prompt that lies ready at ``prefill`` is decoded.
+
+        Args:
+            request: What is known of the request.
+            decode: Ranks that may take it.
+            prefill: Where its blocks are.
+            now: Monotonic seconds.
+
+        Raises:
+            NoPair: None of them can.
+        """
+        partners = self._partners(prefill, _by_engine(decode), now)
+        if not partners:
+            raise NoPair("no other decode worker is ready", Role.DECODE)
+        return self.decode.select(_without_cache(request), partners)
+
     def _alone(self, request: RouteRequest, pools: Pools, pins: Pins) -> Placement | None:
         able = _able_alone(pools, pins)
         return self.alone.select(request, able) if able else None
@@ -190,10 +209,7 @@ class PairRouter:
         return tokens <= self.short_prompt_tokens
 
     def _pair(self, request: RouteRequest, pools: Pools, now: float) -> Paired | None:
-        by_engine: dict[EngineKind | None, list[Candidate]] = {}
-        for one in pools.decode:
-            if one.group is not None:
-                by_engine.setdefault(one.group.engine, []).append(one)
+        by_engine = _by_engine(pools.decode)
         able = [one for one in pools.prefill if self._partners(one, by_engine, now)]
         if not able:
             return None
@@ -258,6 +274,14 @@ def _able_alone(pools: Pools, pins: Pins) -> list[Candidate]:
         return []
     # SGLang's decode workers refuse what comes without a handoff, or die of it.
     return [*pools.regular, *(one for one in pools.decode if _engine_of(one) is EngineKind.VLLM)]
+
+
+def _by_engine(candidates: Sequence[Candidate]) -> dict[EngineKind | None, list[Candidate]]:
+    by_engine: dict[EngineKind | None, list[Candidate]] = {}
+    for one in candidates:
+        if one.group is not None:
+            by_engine.setdefault(one.group.engine, []).append(one)
+    return by_engine
 
 
 def _engine_of(candidate: Candidate) -> EngineKind | None:

@@ -21,6 +21,8 @@ from backends.json_body import JsonBody, JsonBodyError
 PAIRED_PATHS: Final = frozenset({"/generate", "/v1/chat/completions", "/v1/completions"})
 ROOM_BITS: Final = 63
 MAX_PORT: Final = 65535
+# Of an engine that does not tell its own.
+DEFAULT_BOOTSTRAP_PORT: Final = 8998
 
 # Nothing of a client's may be left of what says where a leg runs; null passes the refusal of internal fields.
 _RANK_FIELDS = frozenset(

@@ -438,7 +438,7 @@ def test_a4_5_its_end_releases_it_too() -> None:
 
 def test_a4_6_whatever_breaks_after_the_cancel_is_its_end() -> None:
     leg = machine(DECODE)
-    play(leg, gone(), Over("reset"), ends(LegEnd.FINISHED, "reset"))
+    play(leg, gone(), Over("reset"), ends(LegEnd.ABANDONED, "reset"))  # nobody has taken the blocks over
     assert leg.cause is Cause.CLIENT_GONE
 
 

@@ -1,0 +1,80 @@
+"""Requests over simulated prefill and decode workers have the answers of an engine that serves alone."""
+
+import re
+from typing import Any
+
+import orjson
+import pytest
+
+from tests.fakes.pair_fleet import IDS, TEXT, PairFleet, pair_fleet
+from tests.fakes.wire import Answer
+
+_OWN = (
+    re.compile(rb'"created":\d+'),
+    re.compile(rb'"id":"[^"]*"'),
+)
+# Of one item's meta_info, whatever does not depend on when and where it ran.
+_META = ("finish_reason", "prompt_tokens", "completion_tokens", "output_token_logprobs", "input_token_logprobs")
+
+
+def same_everywhere(body: bytes) -> bytes:
+    for pattern in _OWN:
+        body = pattern.sub(b'"own":0', body)
+    return body
+
+
+async def both(f: PairFleet, path: str, body: dict[str, Any]) -> tuple[Answer, Answer]:
+    over_pair, alone = await f.call(path, body), await f.direct(path, body)
+    assert (over_pair.status, alone.status) == (200, 200)
+    assert over_pair.headers["x-forebay-worker"] == f.decodes[0].url.removeprefix("http://")
+    assert over_pair.headers["x-forebay-prefill-worker"] == f.prefills[0].url.removeprefix("http://")
+    return over_pair, alone
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+@pytest.mark.parametrize("is_stream", [False, True], ids=["unary", "stream"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_openai_answers_are_those_of_one_engine(path: str, is_stream: bool, engine: str) -> None:
+    async with pair_fleet(engine=engine) as f:
+        body: dict[str, Any] = {"model": f.alone.options.model, "max_tokens": 8, "stream": is_stream, "seed": 5}
+        body |= {"messages": [{"role": "user", "content": TEXT}]} if "chat" in path else {"prompt": TEXT}
+        over_pair, alone = await both(f, path, body)
+        assert same_everywhere(over_pair.body) == same_everywhere(alone.body)
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["unary", "stream"])
+@pytest.mark.parametrize("is_batch", [False, True], ids=["single", "batch"])
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_native_answers_are_those_of_one_engine(
+    ranks: int, samples: int, is_batch: bool, is_stream: bool
+) -> None:
+    async with pair_fleet(prefill={"dp_size": ranks}, decode={"dp_size": ranks}) as f:
+        body = {
+            "input_ids": [IDS, IDS[:20]] if is_batch else IDS,
+            "sampling_params": {"max_new_tokens": 6, "n": samples, "temperature": 0},
+            "stream": is_stream,
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        over_pair, alone = await both(f, "/generate", body)
+        ours, theirs = by_item(over_pair, is_stream=is_stream), by_item(alone, is_stream=is_stream)
+        assert sorted(ours) == sorted(theirs)
+        # The simulated engine gives each sample a text of its own by its number, which single requests do not have.
+        assert [ours[at] for at in range(0, len(ours), samples)] == [theirs[at] for at in range(0, len(ours), samples)]
+
+
+def by_item(answer: Answer, *, is_stream: bool) -> dict[int, list[Any]]:
+    """What each item came to: the last event of each in a stream, the items of a document."""
+    found: dict[int, list[Any]] = {}
+    if is_stream:
+        items = [orjson.loads(event) for event in answer.events() if event != b"[DONE]"]
+        assert answer.body.endswith(b"data: [DONE]\n\n")
+    else:
+        whole = answer.json()
+        items = whole if isinstance(whole, list) else [whole]
+    for position, item in enumerate(items):
+        meta = item["meta_info"]
+        index = item.get("index", 0 if is_stream else position)
+        found[index] = [item["text"], item["output_ids"], *(meta.get(name) for name in _META)]
+    return found
