@@ -27,7 +27,7 @@ class FlatRows:
     def __init__(self, width: int, *, is_base64: bool) -> None:
         self._width = width
         self._is_base64 = is_base64
-        self._texts: list[bytes] = []
+        self._texts: list[tuple[bytes, bytes]] = []  # a row's values and ids, joined at once so that the end is quick
         self._numbers = array("d")
         self._ids = array("q")
         self.rows = 0
@@ -57,9 +57,9 @@ class FlatRows:
             raise ValueError(f"a row of {len(values)} entries among rows of {self._width}")
         if self._is_base64:
             self._numbers.extend(map(float, values))
+            self._ids.extend(ids)
         else:
-            self._texts += values
-        self._ids.extend(ids)
+            self._texts.append((b",".join(values), ",".join(map(str, ids)).encode()))
         self._width = len(values)
         self.rows += 1
 
@@ -76,8 +76,8 @@ class FlatRows:
             }
         else:
             told = {
-                f"{name}_val_flat": b"[%b]" % b",".join(self._texts),
-                f"{name}_idx_flat": b"[%b]" % ",".join(map(str, self._ids)).encode(),
+                f"{name}_val_flat": b"[%b]" % b",".join(values for values, _ in self._texts),
+                f"{name}_idx_flat": b"[%b]" % b",".join(ids for _, ids in self._texts),
             }
         return {
             **told,

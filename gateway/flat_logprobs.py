@@ -104,7 +104,7 @@ def flat_answer(dialect: Dialect, answer: bytes, body: JsonBody) -> Slices[bytes
         body: The client's request, of which ``flat_width`` is above 0.
 
     Yields:
-        Between slices of less than a millisecond.
+        Between slices of less than a millisecond, but for walks over the whole answer, about 2.5 ms a megabyte each.
 
     Returns:
         The body, in all else the engine's. Choices of which the rows are not equally long keep their nested lists.
@@ -113,15 +113,18 @@ def flat_answer(dialect: Dialect, answer: bytes, body: JsonBody) -> Slices[bytes
         AnswerMalformed: The answer is not of the engine's shape.
     """
     fields = parse_object(answer)
+    yield
     width = flat_width(dialect, body)
     is_base64 = body.text(BASE64) not in _OFF
     shows_ids = body.text("return_tokens_as_token_ids") not in _OFF
     choices: list[bytes] = []
     for choice in parse_objects(fields.get("choices", NULL)):
+        yield
         if bytes(choice.get("logprobs", NULL)) == NULL:
             choices.append(render(choice.items()))
             continue
         logprobs = parse_object(choice["logprobs"])
+        yield
         rows = FlatRows(width, is_base64=is_base64)
         chosen: list[bytes] = []
         if dialect is Dialect.CHAT:
@@ -146,6 +149,7 @@ def _fill_chat(logprobs: Fields, rows: FlatRows, chosen: list[bytes], width: int
     """Fill ``rows`` and ``chosen``; the lists without what is in there, empty if the rows do not fit."""
     content: list[bytes] = []
     entries: list[msgspec.Raw] | None = _decoded(_content, logprobs.get("content", NULL))
+    yield
     for number, raw in enumerate(entries or (), 1):
         entry = _decoded(_entry, raw)
         row = [(bytes(top.logprob), _id(top.token)) for top in entry.top_logprobs]

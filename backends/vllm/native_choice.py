@@ -68,21 +68,24 @@ class Rows:
         tops: Lists of such triples of the likeliest tokens.
         chosen: The same of the tokens that were asked for.
         flat: Takes what would go into ``tops``, if it is there.
+        is_ragged: It could not, and both are to be thrown away.
     """
 
     tokens: list[bytes] = field(default_factory=list)
     tops: list[bytes] = field(default_factory=list)
     chosen: list[bytes] = field(default_factory=list)
     flat: FlatRows | None = None
+    is_ragged: bool = False
 
     def add_tops(self, tops: Sequence[tuple[bytes, int, bytes]]) -> None:
         """Take the likeliest tokens of one position."""
-        self.tops.append(b"[%b]" % b",".join(triple(*top) for top in tops))
-        if self.flat is not None:
-            try:
-                self.flat.add([value for value, _, _ in tops], [token for _, token, _ in tops])
-            except ValueError:
-                self.flat = None  # rows of unequal length stay nested, as in SGLang
+        if self.flat is None:
+            self.tops.append(b"[%b]" % b",".join(triple(*top) for top in tops))
+            return
+        try:
+            self.flat.add([value for value, _, _ in tops], [token for _, token, _ in tops])
+        except ValueError:
+            self.is_ragged = True
 
 
 def triple(logprob: bytes | msgspec.Raw, token: int, text: bytes | msgspec.Raw = NULL) -> bytes:

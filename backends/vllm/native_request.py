@@ -98,24 +98,34 @@ def _refuse_fields(body: JsonBody, known: Mapping[str, NativeField], prefix: str
 
 def _prompts(body: JsonBody, prompt_ids: Sequence[bytes]) -> tuple[list[tuple[bytes, int]], bool]:
     """Ids of the prompts as JSON with their numbers, and whether they are a batch."""
-    text = body.text("input_ids")
-    is_batch = body.text("text").startswith(b"[")
-    if not text:
-        if not body.text("text"):
+    text = body.text("text")
+    if not body.text("input_ids"):
+        if not text:
             raise NativeRefused("one of 'input_ids' and 'text' is needed", "input_ids")
         if not prompt_ids:
             raise NativeRefused(
                 "a vLLM worker takes token ids: send 'input_ids', or give the gateway the model's tokenizer", "text"
             )
-        return [_packed(ids) for ids in prompt_ids], is_batch
+        return [_packed(ids) for ids in prompt_ids], text.startswith(b"[")
+    prompts, is_batch = _listed_prompts(body)
+    # Beside ids the text is not looked at but for the number of prompts.
+    if text and (len(as_items(text, "text")) if text.startswith(b"[") else None) != (
+        len(prompts) if is_batch else None
+    ):
+        raise NativeRefused("'text' and 'input_ids' are not as many prompts", "input_ids")
+    return prompts, is_batch
+
+
+def _listed_prompts(body: JsonBody) -> tuple[list[tuple[bytes, int]], bool]:
+    text = body.text("input_ids")
     if "input_ids" in body.id_counts:
-        return [(text, body.id_counts["input_ids"])], is_batch
+        return [(text, body.id_counts["input_ids"])], False
     items = as_items(text, "input_ids")
     if not items:
         raise NativeRefused("'input_ids' is empty", "input_ids")
-    if bytes(items[0]).startswith(b"["):
-        return [_listed(bytes(item)) for item in items], True
-    return [_listed(text)], is_batch
+    if items[0].startswith(b"["):
+        return [_listed(item) for item in items], True
+    return [_listed(text)], False
 
 
 def _listed(text: bytes) -> tuple[bytes, int]:
@@ -136,7 +146,7 @@ def _samplings(body: JsonBody, count: int) -> Iterator[JsonBody]:
     text = body.text("sampling_params") or b"{}"
     texts = [text] * count
     if text.startswith(b"["):
-        texts = [bytes(item) for item in as_items(text, "sampling_params")]
+        texts = as_items(text, "sampling_params")
         if len(texts) != count:
             raise NativeRefused(f"'sampling_params' has {len(texts)} items instead of {count}", "sampling_params")
     for one in texts:

@@ -255,6 +255,7 @@ def test_other_shapes_are_errors(body: bytes) -> None:
     [
         pytest.param({"text": 5}, id="text"),
         pytest.param({"text": "", "weight_versions": 5}, id="versions"),
+        pytest.param({"text": "", "stop_reason": "a", "token_ids": ["a"]}, id="ids"),
     ],
 )
 def test_other_parts_are_errors(choice: dict[str, Any]) -> None:
@@ -276,6 +277,24 @@ def test_rows_of_unequal_length_stay_nested() -> None:
     meta = answered(plan, json.dumps(fields).encode())["meta_info"]
     assert [len(row) for row in meta["output_top_logprobs"]] == [2, 1, 2, 2]
     assert not [name for name in meta if "flat" in name]
+
+
+def test_rows_of_the_prompt_too() -> None:
+    plan, body = recorded("likeliest", return_flat_raw_top_logprobs=True)
+    fields = json.loads(body)
+    del (
+        fields["prompt_logprobs"][3][list(fields["prompt_logprobs"][3])[-1]],
+        fields["prompt_logprobs"][3][list(fields["prompt_logprobs"][3])[-1]],
+    )
+    meta = answered(plan, json.dumps(fields).encode())["meta_info"]
+    assert [row and len(row) for row in meta["input_top_logprobs"]] == [None, 2, 1, 2, 2]
+    assert not [name for name in meta if "flat" in name]
+
+
+def test_a_prompt_with_nothing_behind_the_position() -> None:
+    plan, body = recorded("likeliest", logprob_start_len=6, return_flat_raw_top_logprobs=True)
+    meta = answered(plan, body)["meta_info"]
+    assert (meta["input_token_logprobs"], meta["input_top_logprobs"]) == ([], [])
 
 
 def test_flat_rows_without_a_row() -> None:

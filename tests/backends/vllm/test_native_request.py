@@ -217,6 +217,11 @@ def test_text_is_translated_by_the_ids_of_a_tokenizer() -> None:
         pytest.param({"sampling_params": {"sampling_seed": 2**63}}, "sampling_params.sampling_seed", id="65 bits"),
         pytest.param({"sampling_params": {"regex": "a", "ebnf": "b"}}, "sampling_params.ebnf", id="two grammars"),
         pytest.param({"sampling_params": 5}, "sampling_params", id="no object"),
+        pytest.param(
+            {"sampling_params": {"n": 2, "temperature": "a", "regex": "a", "ebnf": "b"}},
+            "sampling_params.ebnf",
+            id="no number",
+        ),
         pytest.param({"sampling_params": [{}, {}]}, "sampling_params", id="too many"),
         pytest.param({"input_ids": [[5], [6]], "sampling_params": [{"n": 2}, {}]}, "sampling_params", id="samples"),
         pytest.param({"input_ids": [[5], [6]], "return_logprob": [True]}, "return_logprob", id="too few"),
@@ -257,6 +262,34 @@ def test_refused_log_probabilities(body: dict[str, Any], param: str) -> None:
     with pytest.raises(NativeRefused) as refused:
         plan_of({"input_ids": IDS, "return_logprob": True, **body})
     assert refused.value.param == param
+
+
+def test_a_text_of_no_tokens_is_refused() -> None:
+    with pytest.raises(NativeRefused, match="without a token"):
+        plan_of({"text": ["a", ""]}, prompt_ids=[array("I", [5]).tobytes(), b""])
+
+
+@pytest.mark.parametrize(
+    ("text", "ids", "is_list"),
+    [
+        pytest.param("a", IDS, False, id="single"),
+        pytest.param(["a", "b"], [[5], [6]], True, id="batch"),
+        pytest.param(["a", "b"], [5, 6], None, id="texts, and one prompt of ids"),
+        pytest.param(["a", "b"], [[5]], None, id="one is missing"),
+        pytest.param("a", [[5]], None, id="a text, and a batch"),
+    ],
+)
+def test_ids_go_before_text(text: Any, ids: Any, is_list: bool | None) -> None:
+    body = {"text": text, "input_ids": ids}
+    if is_list is None:
+        with pytest.raises(NativeRefused, match="as many prompts"):
+            plan_of(body)
+    else:
+        assert plan_of(body).is_list is is_list
+
+
+def test_what_is_no_temperature_is_left_to_the_worker() -> None:
+    assert legs({"sampling_params": {"n": 2, "temperature": "a"}})[0]["sampling_params"]["n"] == 2
 
 
 def test_texts_of_tokens_need_a_tokenizer() -> None:
