@@ -286,3 +286,8 @@ def _number(text: bytes) -> float:
         return float(text)
     except ValueError:
         return 1.0  # the engine says what is wrong
+
+
+def refuses_text(status: int, body: bytes) -> bool:
+    """Whether a leg's answer says that the worker has no tokenizer, so that ``with_text`` has to be false for it."""
+    return status == 400 and b"output_mode='text' requires a tokenizer" in body

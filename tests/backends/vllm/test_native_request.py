@@ -8,7 +8,7 @@ import pytest
 
 from backends.json_body import JsonBody
 from backends.vllm.native_fields import SAMPLING_FIELDS, TOP_FIELDS, Fate, NativeRefused
-from backends.vllm.native_request import translate
+from backends.vllm.native_request import refuses_text, translate
 from gateway.screening import INTERNAL_FIELDS
 from simulator.sglang.sampling import _FIELDS as SGLANG_SAMPLING
 from tests.backends.vllm.native_agreement import plan_of
@@ -297,3 +297,21 @@ def test_texts_of_tokens_need_a_tokenizer() -> None:
     assert plan_of(body).legs[0].wanted.has_token_text
     with pytest.raises(NativeRefused, match="no tokenizer"):
         plan_of(body, with_text=False)
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "expected"),
+    [
+        pytest.param(
+            400,
+            "output_mode='text' requires a tokenizer, but this server does not load one (--tokens-only or "
+            "--skip-tokenizer-init). Send the request to a server that loads a tokenizer, or use output_mode='tokens'.",
+            True,
+            id="vLLM 0.32",
+        ),
+        pytest.param(400, "Token id 999999 is out of vocabulary", False, id="something else"),
+        pytest.param(200, "output_mode='text' requires a tokenizer", False, id="no error"),
+    ],
+)
+def test_a_worker_without_a_tokenizer_says_so(status: int, message: str, expected: bool) -> None:
+    assert refuses_text(status, json.dumps({"error": {"message": message}}).encode()) is expected
