@@ -54,6 +54,7 @@ from gateway.tokens.option import parse_tokenizer_options
 from gateway.tokens.service import PromptTokenizers
 from gateway.waiting_room import WaitingRoom
 from routers.admission import AdmissionQueue
+from routers.cost import CostParameters
 from routers.fleet import Fleet, Member, WorkerState
 from routers.registry import make_pairs, make_policy
 
@@ -153,7 +154,14 @@ class Gateway:
             metrics,
             times=LegTimes(delay_s=settings.abort_delay_s, handoff_drain_s=settings.handoff_drain_timeout_s),
         )
-        policy = make_policy(settings.policy, settings.seed)
+        policy = make_policy(
+            settings.policy,
+            settings.seed,
+            CostParameters(
+                prefill_load_scale=settings.kv_prefill_load_scale, recompute_weight=settings.kv_recompute_weight
+            ),
+            temperature=settings.kv_temperature,
+        )
         return Services(
             limits=Limits(
                 max_body_bytes=settings.max_body_bytes,

@@ -20,6 +20,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from backends.worker_spec import WorkerSpec, WorkerSpecError, parse_worker_spec, worker_id, worker_spec_from_mapping
 from gateway.options import LineParser, Option, SettingsError, declare, expected, nearest, options_of, parser_of
 from gateway.tokens.option import parse_tokenizer_options
+from routers.cost import MAX_WEIGHT
 
 __all__ = [
     "NOT_YET",
@@ -68,6 +69,7 @@ def _tokenizers(values: tuple[str, ...]) -> tuple[str, ...]:
 Duration = Annotated[float, Field(ge=0, le=DAY_S, allow_inf_nan=False)]
 Deadline = Annotated[float, Field(gt=0, le=DAY_S, allow_inf_nan=False)]
 OptionalDeadline = Annotated[Deadline | None, BeforeValidator(_zero_is_off)]
+Weight = Annotated[float, Field(ge=0, le=MAX_WEIGHT, allow_inf_nan=False)]
 Policy = Literal["kv-aware", "least-loaded", "round-robin", "power-of-two", "consistent-hash", "prefix-approximate"]
 
 
@@ -86,6 +88,13 @@ class Settings(BaseModel):
     policy: Policy | None = declare(
         None, "how a worker is chosen", shown="kv-aware where a worker publishes KV events, else least-loaded"
     )
+    kv_prefill_load_scale: Weight = declare(
+        1.0, "blocks in use that one block of prefill is worth to policies that go by cost", "blocks"
+    )
+    kv_recompute_weight: Weight = declare(
+        0.0, "further blocks of prefill that each block counts for them that a worker must compute anew", "blocks"
+    )
+    kv_temperature: Weight = declare(0.0, "how freely they draw among costs; 0 takes the lowest")
     upstream_mode: Literal["match", "incremental"] = declare(
         "match", "match: ask engines in the client's stream mode; incremental: always stream and fold for unary clients"
     )

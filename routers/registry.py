@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from routers.base import Router
 from routers.consistent_hash import ConsistentHash
-from routers.cost import DECODE_COST
+from routers.cost import DECODE_COST, DEFAULT_COST, CostParameters
 from routers.kv_aware import KvAware
 from routers.least_loaded import LeastLoaded
 from routers.pair import PairRouter, kv_aware_pairs
@@ -27,17 +27,24 @@ BLOCK_POLICIES = frozenset({KvAware.name, PrefixApproximate.name})
 DEFAULT_POLICY = KvAware.name
 
 
-def make_policy(name: str | None, seed: int | None) -> Router:
+def make_policy(
+    name: str | None, seed: int | None, parameters: CostParameters = DEFAULT_COST, *, temperature: float = 0.0
+) -> Router:
     """Make a policy by name.
 
     Args:
         name: A key of ``POLICIES``; ``None`` takes the default.
         seed: Seed of its random choices; ``None`` takes one from the operating system.
+        parameters: For the policies that go by cost.
+        temperature: The same; see ``KvAware``.
 
     Raises:
-        ValueError: There is no such policy.
+        ValueError: There is no such policy, or the temperature is none.
     """
-    return _constructor(name)(random.Random(seed))
+    constructor, rng = _constructor(name), random.Random(seed)
+    if constructor is KvAware or constructor is PrefixApproximate:
+        return constructor(rng, parameters, temperature=temperature)
+    return constructor(rng)
 
 
 def make_pairs(name: str | None, seed: int | None, short_prompt_tokens: int = 0) -> PairRouter:

@@ -77,6 +77,11 @@ def test_a9_1_worked_examples(prompt_tokens: int, cached: int, total: float, pre
                      20.5 - 1 / 13 + 50, id="decay of less than a block"),
         pytest.param({"prefill_load_scale": 2.0}, {}, 53 + 50, id="prefill weighs double"),
         pytest.param({"prefill_load_scale": 0.0}, {}, 50, id="prefill does not count"),
+        # 12.5 - 6 blocks are the request's own.
+        pytest.param({"recompute_weight": 2.0}, {}, 26.5 + 13 + 50, id="computing anew counts thrice"),
+        pytest.param({"recompute_weight": 2.0}, {"device_blocks": 14}, 18.5 + 50, id="nothing to compute anew"),
+        pytest.param({"recompute_weight": 2.0, "prefill_load_scale": 3.0}, {}, 79.5 + 39 + 50, id="and is scaled"),
+        pytest.param({"recompute_weight": 2.0, "track_prefill_tokens": False}, {}, 44, id="but not on decode ranks"),
         pytest.param({"decode_active_request_weight": 1.5}, {}, 26.5 + 50 + 4.5, id="requests count"),
         pytest.param({"track_active_blocks": False}, {}, 26.5, id="blocks in use do not count"),
         pytest.param({"track_prefill_tokens": False}, {}, 44, id="decode with credit"),
@@ -111,6 +116,7 @@ def test_defaults_are_those_of_the_table() -> None:
         "overlap_score_credit": 1.0,
         "overlap_score_credit_decay": 0.0,
         "prefill_load_scale": 1.0,
+        "recompute_weight": 0.0,
         "host_cache_hit_weight": 0.75,
         "disk_cache_hit_weight": 0.25,
         "shared_cache_multiplier": 0.0,
@@ -132,7 +138,7 @@ COUNT = st.integers(0, 10**7)
 
 
 @given(
-    st.builds(CostParameters, **{field.name: WEIGHT for field in fields(CostParameters)[:7]}),
+    st.builds(CostParameters, **{field.name: WEIGHT for field in fields(CostParameters)[:8]}),
     st.fixed_dictionaries(
         {"block_size": st.integers(1, 4096), **{name: COUNT for name in BUSY if name != "block_size"}}
     ),

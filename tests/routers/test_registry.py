@@ -3,6 +3,7 @@
 import pytest
 
 from backends.types import EngineKind
+from routers.cost import CostParameters
 from routers.kv_aware import KvAware
 from routers.load import RankLoad
 from routers.pair import Alone, Paired, Pools
@@ -26,6 +27,20 @@ def test_policies_that_look_at_blocks_are_those_that_place_by_them() -> None:
     one = [Candidate(RankKey("w", 0), RankLoad(), group)]
     looking = {name for name in POLICIES if make_policy(name, 1).select(asked, one).prompt is not None}
     assert looking == BLOCK_POLICIES
+
+
+@pytest.mark.parametrize("name", sorted(BLOCK_POLICIES))
+def test_policies_that_go_by_cost_take_weights_and_a_temperature(name: str) -> None:
+    group = BlockGroup(EngineKind.SGLANG, 16)
+    asked = RouteRequest(32, None, {group: PromptBlocks(16, 32, [1, 2])})
+    ranks = [Candidate(RankKey(one, 0), RankLoad(), group) for one in ("blocks", "prefill")]
+    ranks[0].load.book(requests=1, blocks=9, prefill_tokens=0)
+    ranks[1].load.book(requests=1, blocks=0, prefill_tokens=16)
+    assert make_policy(name, 1).select(asked, ranks).candidate is ranks[1]
+    scaled = make_policy(name, 1, CostParameters(prefill_load_scale=16.0))
+    assert scaled.select(asked, ranks).candidate is ranks[0]
+    warm = make_policy(name, 1, temperature=10.0)
+    assert len({warm.select(asked, ranks).candidate.key for _ in range(50)}) == 2
 
 
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
