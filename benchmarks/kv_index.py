@@ -26,14 +26,14 @@ RANKS = 16
 ARRIVING_BLOCKS_PER_S = 100_000
 
 
-def batch(rng: random.Random, parent: int | None) -> tuple[bytes, int]:
+def batch(rng: random.Random, parent: int | None, blocks: int = BLOCKS_A_BATCH) -> tuple[bytes, int]:
     """A message with one store, as SGLang 0.5.23 encodes it; and the name of its last block."""
-    names = [rng.randrange(-(2**63), 2**63) for _ in range(BLOCKS_A_BATCH)]
+    names = [rng.randrange(-(2**63), 2**63) for _ in range(blocks)]
     event = {
         "type": "BlockStored",
         "block_hashes": names,
         "parent_block_hash": parent,
-        "token_ids": [rng.randrange(150_000) for _ in range(BLOCKS_A_BATCH * PAGE_TOKENS)],
+        "token_ids": [rng.randrange(150_000) for _ in range(blocks * PAGE_TOKENS)],
         "block_size": PAGE_TOKENS,
         "lora_id": None,
         "medium": "GPU",
@@ -41,11 +41,11 @@ def batch(rng: random.Random, parent: int | None) -> tuple[bytes, int]:
     return msgspec.msgpack.encode([time.time(), [event], 0]), names[-1]
 
 
-def chains(rng: random.Random, batches: int, batches_a_chain: int = 16) -> list[bytes]:
+def chains(rng: random.Random, batches: int, batches_a_chain: int = 16, blocks: int = BLOCKS_A_BATCH) -> list[bytes]:
     """Messages that store chains of blocks."""
     made, parent = [], None
     for number in range(batches):
-        payload, last = batch(rng, parent if number % batches_a_chain else None)
+        payload, last = batch(rng, parent if number % batches_a_chain else None, blocks)
         made.append(payload)
         parent = last
     return made

@@ -43,6 +43,9 @@ MAX_PAYLOAD_BYTES: Final = 64 * 1024 * 1024
 _MAX_GROUPS: Final = 1024
 _U64: Final = 2**64 - 1
 _TOKEN_BYTES: Final = 4
+_LIST_AT: Final = 10
+_LONG_LIST: Final = 0xDC
+_SHORT_LIST: Final = 0x90
 
 _RELEVANT_KINDS: Final = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
 _ELSEWHERE: Final = frozenset({"REMOTE", "FOREIGN", "remote", "foreign"})
@@ -63,6 +66,7 @@ _WHOLE: Final = (
     msgspec.msgpack.Decoder(MapBatch[Maps]),
     msgspec.msgpack.Decoder(MapBatch[Arrays]),
 )
+_WHOLE_ARRAYS_FIRST: Final = (_WHOLE[1], _WHOLE[0], _WHOLE[3], _WHOLE[2])
 _FRAME: Final = (msgspec.msgpack.Decoder(ArrayBatch[Raw]), msgspec.msgpack.Decoder(MapBatch[Raw]))
 _RAWS: Final = msgspec.msgpack.Decoder(Raws)
 _EVENT: Final = (msgspec.msgpack.Decoder(Map), msgspec.msgpack.Decoder(Array))
@@ -82,10 +86,10 @@ def decode_batch(payload: bytes | memoryview, group_kinds: GroupKinds | None = N
         BatchUndecodable: ``payload_bytes``: above 64 MiB. ``msgpack``: not MessagePack, or no batch. ``events``: no
             list, or more than 65,536. ``depth``: nested too deep to be skipped.
     """
-    if memoryview(payload).nbytes > MAX_PAYLOAD_BYTES:
+    if (payload.nbytes if isinstance(payload, memoryview) else len(payload)) > MAX_PAYLOAD_BYTES:
         raise BatchUndecodable("payload_bytes")
     reader = _Reader({} if group_kinds is None else group_kinds)
-    for decoder in _WHOLE:
+    for decoder in _WHOLE if _has_maps(payload) else _WHOLE_ARRAYS_FIRST:
         try:
             batch = decoder.decode(payload)
         except _UNREADABLE:
@@ -94,6 +98,16 @@ def decode_batch(payload: bytes | memoryview, group_kinds: GroupKinds | None = N
             reader.take(event)
         return reader.batch(batch.ts, batch.dp_rank)
     return _one_by_one(payload, reader)
+
+
+def _has_maps(payload: bytes | memoryview) -> bool:
+    """Guess whether events are maps, so that the decoder that fits is tried first; what is wrong costs time alone.
+
+    A batch in an array begins with its header, nine bytes of time and the header of the list; then comes an event's.
+    """
+    if len(payload) < _LIST_AT + 4:
+        return True
+    return payload[_LIST_AT + (3 if payload[_LIST_AT] == _LONG_LIST else 1)] & 0xF0 != _SHORT_LIST
 
 
 def _one_by_one(payload: bytes | memoryview, reader: "_Reader") -> EventBatch:
@@ -135,6 +149,8 @@ def _event(raw: Raw) -> Map | Array | None:
 class _Reader:
     """Makes events out of what was decoded, and counts what it leaves out."""
 
+    __slots__ = ("_dropped", "_events", "_group_kinds", "_is_suspect")
+
     def __init__(self, group_kinds: GroupKinds) -> None:
         self._group_kinds = group_kinds
         self._events: list[KVEvent] = []
@@ -155,15 +171,17 @@ class _Reader:
         named = event if isinstance(event, Scope) else event.named()
         if not self._is_relevant(named):
             self.drop("irrelevant")
-        elif named.medium not in _TIERS:
+            return
+        tier = _TIERS.get(named.medium)
+        if tier is None:
             self.drop("medium")
         elif isinstance(named, Stored):
-            self._store(named, _TIERS[named.medium])
+            self._store(named, tier)
         elif isinstance(named, Removed):
             if named.block_hashes:
-                self._events.append(BlockRemoved(_hashes(named.block_hashes), _TIERS[named.medium]))
+                self._events.append(BlockRemoved(_hashes(named.block_hashes), tier))
         else:
-            self._events.append(AllBlocksCleared(None if named.medium is None else _TIERS[named.medium]))
+            self._events.append(AllBlocksCleared(None if named.medium is None else tier))
 
     def _is_relevant(self, event: Stored | Removed | Cleared) -> bool:
         if (event.locality or event.ownership) and not _ELSEWHERE.isdisjoint((event.locality, event.ownership)):
@@ -178,29 +196,31 @@ class _Reader:
 
     def _store(self, event: Stored, tier: Tier) -> None:
         hashes = _hashes(event.block_hashes)
-        parent = None if event.parent_block_hash is None else _hashes([event.parent_block_hash])[0]
-        whole, rest = divmod(len(event.token_ids), event.block_size)
+        parent = event.parent_block_hash
+        if parent is not None:
+            parent = _hash(parent)
+        blocks, block_size = len(hashes), event.block_size
+        whole, rest = divmod(len(event.token_ids), block_size)
         try:
             # With more tokens than blocks nobody knows which of them a hash names.
-            if whole > len(hashes):
+            if whole > blocks:
                 raise ValueError("more tokens than blocks")
-            tokens, is_eagle = _token_bytes(event.token_ids)
+            token_bytes, is_eagle = _token_bytes(event.token_ids)
             keys = read_keys(event)
         except ValueError:
             self.drop("malformed")
             return
-        if len({*hashes, parent}) <= len(hashes):
+        if len({*hashes, parent}) <= blocks:
             self.drop("duplicate_hash")
             return
-        if rest or whole < len(hashes):
+        mm_hashes = keys.mm_hashes
+        if rest or whole < blocks:
             self.drop("incomplete_blocks")
+            hashes, token_bytes = hashes[:whole], token_bytes[: (whole * block_size + is_eagle) * _TOKEN_BYTES]
+            mm_hashes = mm_hashes[:whole] if mm_hashes else None
         if whole:
-            token_bytes = tokens[: (whole * event.block_size + is_eagle) * _TOKEN_BYTES]
-            mm_hashes = keys.mm_hashes[:whole] if keys.mm_hashes else None
-            stored = BlockStored(
-                hashes[:whole], parent, token_bytes, event.block_size, is_eagle, keys.namespace, mm_hashes, tier
-            )
-            self._events += _split(stored, keys)
+            stored = BlockStored(hashes, parent, token_bytes, block_size, is_eagle, keys.namespace, mm_hashes, tier)
+            self._events += (stored,) if keys.opaque_from is None else _split(stored, keys)
 
 
 def _hashes(hashes: Sequence[int | bytes]) -> tuple[int, ...]:
@@ -208,7 +228,11 @@ def _hashes(hashes: Sequence[int | bytes]) -> tuple[int, ...]:
     try:
         return tuple([item & _U64 for item in hashes])  # type: ignore[operator]  # bytes come second: integers are usual
     except TypeError:
-        return tuple([int.from_bytes(item[-8:], "big") if isinstance(item, bytes) else item & _U64 for item in hashes])
+        return tuple([_hash(item) for item in hashes])
+
+
+def _hash(item: int | bytes) -> int:
+    return item & _U64 if isinstance(item, int) else int.from_bytes(item[-8:], "big")
 
 
 def _token_bytes(tokens: Sequence[int | tuple[int, int]]) -> tuple[bytes, bool]:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kv_events.index_holder import SHARD_MASK, SHARDS, Holder, canonical
+from kv_events.index_holder import SHARD_MASK, SHARD_SHIFT, SHARDS, Holder, canonical
 from kv_events.index_namespaces import BASE_ID, OPAQUE_ID, SHIFT, NamespaceTable, inherit
 from kv_events.index_types import ApplyReport, ChainHashes, Overlap, RankId, chain_hashes
 from kv_events.types import BASE, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, Namespace, Tier
@@ -198,10 +198,13 @@ class PrefixIndex:
         added = 0
         # Held for the time of this call, since what is renamed below may be the last block of the namespace.
         self._namespaces.count(number, HELD)
+        shared: int | None = None
+        joined = bit
+        sibling: Holder | None = None
         for name, key in pairs:
-            table = names[name & SHARD_MASK]
-            known = table.get(name)
-            if known is not None:
+            table = names[name >> SHARD_SHIFT]
+            if name in table:
+                known = table[name]
                 if known == key:
                     holder.add_copy(name, state.max_copies)
                     continue
@@ -210,18 +213,23 @@ class PrefixIndex:
                 report.drop("over_capacity")
                 report.is_over_capacity |= holder.tier is Tier.DEVICE
                 continue
-            shard = shards[key & SHARD_MASK]
-            mask = shard.get(key)
-            if mask is None:
+            shard = shards[key >> SHARD_SHIFT & SHARD_MASK]
+            if key not in shard:
                 # The bit of the holder is one object for all its blocks.
                 shard[key] = bit
             else:
-                key = canonical(shard, key)
+                mask = shard[key]
+                # Masks are interned: mostly the same object as for the block before.
+                if mask is not shared:
+                    shared, joined = mask, mask | bit
+                    joined = masks.setdefault(joined, joined)
+                    others = mask & self._live & ~bit
+                    sibling = self._holders[others.bit_length() - 1] if others else None
+                key = canonical(shard, name, key, sibling)
                 if mask & bit:
                     holder.add_name(key)
                 else:
-                    mask |= bit
-                    shard[key] = masks.setdefault(mask, mask)
+                    shard[key] = joined
             table[name] = key
             added += 1
         holder.blocks += added
@@ -232,7 +240,7 @@ class PrefixIndex:
 
     def _rename(self, holder: Holder, name: int, known: int, key: int, report: ApplyReport) -> int:
         """Let a name stand for other content than before; in two namespaces it stands for nothing any more."""
-        del holder.names[name & SHARD_MASK][name]
+        del holder.names[name >> SHARD_SHIFT][name]
         holder.copies.discard(name)
         holder.blocks -= 1
         if known >> SHIFT == key >> SHIFT:
@@ -250,18 +258,25 @@ class PrefixIndex:
         if holder is None:
             return list(event.block_hashes)
         unknown = []
-        copies, names = holder.copies, holder.names
+        copies, names, extra_names = holder.copies, holder.names, holder.extra_names
+        bit, shards, removed = holder.bit, self._shards, 0
         for name in event.block_hashes:
             if copies and name in copies:
                 copies.discard(name)
                 continue
-            key = names[name & SHARD_MASK].pop(name, None)
+            key = names[name >> SHARD_SHIFT].pop(name, None)
             if key is None:
                 unknown.append(name)
                 continue
-            holder.blocks -= 1
-            report.removed += 1
-            self._release(holder, key)
+            removed += 1
+            shard = shards[key >> SHARD_SHIFT & SHARD_MASK]
+            # Of the base namespace, with this name and this holder alone.
+            if key <= _SEQUENCE_MASK and not extra_names and shard.get(key) == bit:
+                del shard[key]
+            else:
+                self._release(holder, key)
+        holder.blocks -= removed
+        report.removed += removed
         return unknown
 
     # Lookups
@@ -284,7 +299,7 @@ class PrefixIndex:
             chunk = sequence_hashes[start : start + LOOKUP_CHUNK_BLOCKS]
             if tag:
                 chunk = [sequence | tag for sequence in chunk]
-            for mask in [shards[key & SHARD_MASK].get(key, 0) for key in chunk]:
+            for mask in [shards[key >> SHARD_SHIFT & SHARD_MASK].get(key, 0) for key in chunk]:
                 # Masks are interned: mostly the same object as for the block before.
                 if mask is not last:
                     still = holding & mask
@@ -332,10 +347,10 @@ class PrefixIndex:
         """Look a parent up: in the tier of its child, else in any other of the rank."""
         holders = state.holders
         own = holders.get(tier)
-        key = own.names[name & SHARD_MASK].get(name) if own else None
+        key = own.names[name >> SHARD_SHIFT].get(name) if own else None
         if key is None and len(holders) > (own is not None):
             for holder in holders.values():
-                key = holder.names[name & SHARD_MASK].get(name)
+                key = holder.names[name >> SHARD_SHIFT].get(name)
                 if key is not None:
                     break
         return key
@@ -361,7 +376,7 @@ class PrefixIndex:
             self._namespaces.count(key >> SHIFT, -1)
 
     def _forget(self, key: int, bit: int) -> None:
-        shard = self._shards[key & SHARD_MASK]
+        shard = self._shards[key >> SHARD_SHIFT & SHARD_MASK]
         mask = shard.get(key, 0) & ~bit
         if mask:
             shard[key] = self._masks.setdefault(mask, mask)

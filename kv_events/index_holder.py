@@ -6,6 +6,8 @@ from kv_events.types import Tier
 
 SHARDS = 64
 SHARD_MASK = SHARDS - 1
+# By the topmost of 64 bits: dictionaries look where the lowest ones say, so those must differ within a shard.
+SHARD_SHIFT = 58
 
 _found: list[object] = [None]
 _is_equal = int.__eq__
@@ -21,11 +23,16 @@ class _Probe(int):
         return _is_equal(self, other)
 
 
-def canonical(shard: dict[int, int], key: int) -> int:
+def canonical(shard: dict[int, int], name: int, key: int, sibling: "Holder | None") -> int:
     """Return the very object that is the key in ``shard``, so that all holders share it; ``key`` must be there.
 
-    A dictionary does not give its keys out; 48 bytes for each (rank, block) are worth the half microsecond.
+    A dictionary does not give its keys out. Another holder has the object, under the same name if their engines name
+    blocks alike; otherwise 48 bytes for each (rank, block) are worth the half microsecond.
     """
+    if sibling is not None:
+        same = sibling.names[name >> SHARD_SHIFT].get(name)
+        if same is not None and same == key:
+            return same
     found = _found[0] if _Probe(key) in shard else key
     return found if isinstance(found, int) else key
 
@@ -37,7 +44,7 @@ class Holder:
         rank: Worker id and data-parallel rank.
         tier: Where the blocks lie.
         bit: The holder's bit in the masks of the index.
-        names: From the engine's name of a block to its key, in shards by the low bits of the name.
+        names: From the engine's name of a block to its key, in shards by the high bits of the name.
         blocks: Entries in ``names``.
         copies: Names of blocks that the engine holds twice.
         extra_names: How many names besides the first stand for a key, where there are any.

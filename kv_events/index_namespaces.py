@@ -63,6 +63,8 @@ class NamespaceTable:
 
     def number(self, namespace: Namespace | None) -> int:
         """Give the number of a namespace, a new one if it has none; ``None`` and all opaque ones share one number."""
+        if namespace is BASE:
+            return BASE_ID
         if namespace is None or namespace.opaque is not None:
             return OPAQUE_ID
         if namespace == BASE:

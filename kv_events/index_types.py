@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kv_events.hashing import local_hashes, namespace_seed, sequence_hashes
+from kv_events.hashing import chained_hashes, namespace_seed
 from kv_events.types import BlockStored, Namespace
 
 RankId = tuple[str, int]
@@ -17,8 +17,7 @@ def chain_hashes(event: BlockStored, namespace: Namespace, parent: int | None) -
     seed = namespace_seed(namespace)
     if seed is None:
         raise ValueError("blocks of an opaque namespace have no hashes")
-    local = local_hashes(event.token_bytes, event.block_size, seed, event.is_eagle, event.mm_hashes)
-    return sequence_hashes(local, parent)
+    return chained_hashes(event.token_bytes, event.block_size, seed, parent, event.is_eagle, event.mm_hashes)
 
 
 @dataclass(slots=True)

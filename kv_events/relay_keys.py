@@ -125,7 +125,7 @@ def seen_from(endpoint: str, host: str) -> str:
     Raises:
         SourceMisconfigured: It is no address, see ``is_local_endpoint``.
     """
-    if is_local_endpoint(endpoint):
+    if endpoint.startswith("ipc://"):
         return endpoint
     named, port = _host_and_port(endpoint)
     named = host if named in _WILDCARDS else named
@@ -136,7 +136,8 @@ def _host_and_port(endpoint: str) -> tuple[str, str]:
     match = _TCP.fullmatch(endpoint)
     if match is None or (match[2] != "*" and int(match[2]) > 65_535):
         raise SourceMisconfigured(f"{endpoint!r}: write tcp://HOST:PORT or ipc://PATH")
-    return match[1].strip("[]"), match[2]
+    # A socket for both families shows IPv4 addresses inside IPv6 ones.
+    return match[1].strip("[]").removeprefix("::ffff:"), match[2]
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:

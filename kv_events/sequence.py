@@ -37,9 +37,9 @@ class SourceState(enum.StrEnum):
     """The source cannot belong to its rank; nothing of it is used."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Deliver:
-    """Apply a payload, after those delivered before."""
+    """Apply a payload, after those delivered before. Not changed, but one comes with each message: see ``types``."""
 
     seq: int
     payload: bytes

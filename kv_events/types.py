@@ -15,6 +15,9 @@ class Tier(enum.StrEnum):
     HOST = "host"
     DISK = "disk"
 
+    # That of the enumeration is Python code, and tiers are looked up several times for each event.
+    __hash__ = str.__hash__
+
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
