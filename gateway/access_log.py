@@ -41,6 +41,8 @@ class AccessRecord(msgspec.Struct, frozen=True, gc=False):
         engine_ids: Ids that engines saw, one per attempt and leg.
         worker: Id of the worker that answered.
         dp_rank: Data-parallel rank chosen.
+        prefill_worker: Id of the worker that has computed the prompt, where that was another one.
+        prefill_dp_rank: Data-parallel rank chosen there.
         attempts: Attempts at workers.
         stream: Whether the client got a stream.
         model: Model asked for.
@@ -67,6 +69,8 @@ class AccessRecord(msgspec.Struct, frozen=True, gc=False):
     engine_ids: tuple[str, ...] = ()
     worker: str | None = None
     dp_rank: int | None = None
+    prefill_worker: str | None = None
+    prefill_dp_rank: int | None = None
     attempts: int = 0
     stream: bool = False
     model: str | None = None
@@ -101,6 +105,9 @@ def format_text(record: AccessRecord) -> bytes:
         parts.append(f"worker={_name(record.worker)}")
     if record.dp_rank is not None:
         parts.append(f"dp_rank={record.dp_rank}")
+    if record.prefill_worker is not None:
+        rank = "" if record.prefill_dp_rank is None else f" prefill_dp_rank={record.prefill_dp_rank}"
+        parts.append(f"prefill_worker={_name(record.prefill_worker)}{rank}")
     parts.append(f"attempts={record.attempts} stream={'true' if record.stream else 'false'}")
     if record.model is not None:
         parts.append(f"model={_name(record.model)}")
@@ -136,6 +143,8 @@ def format_json(record: AccessRecord) -> bytes:
             "engine_ids": list(record.engine_ids[: MAX_IDS_CHARS // 32]),
             "worker": record.worker,
             "dp_rank": record.dp_rank,
+            "prefill_worker": record.prefill_worker,
+            "prefill_dp_rank": record.prefill_dp_rank,
             "attempts": record.attempts,
             "stream": record.stream,
             "model": _shortened(record.model),

@@ -306,6 +306,7 @@ class Exchange:
         services.metrics.request_finished(
             self._route.path, self._model, outcome, status, now - self._started_at, first_byte_s
         )
+        prefill = placed.prefill if placed is not None else None
         services.log_access(
             AccessRecord(
                 time=services.wall_clock(),
@@ -318,6 +319,8 @@ class Exchange:
                 engine_ids=tuple(self._engine_ids),
                 worker=placed.worker_id if placed else None,
                 dp_rank=placed.dp_rank if placed else None,
+                prefill_worker=prefill.member.worker.id if prefill else None,
+                prefill_dp_rank=prefill.dp_rank if prefill else None,
                 attempts=self._dispatch.attempts.count if self._dispatch else 0,
                 stream=envelope.is_stream if envelope else False,
                 model=self._model or None,

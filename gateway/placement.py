@@ -73,6 +73,11 @@ class Placed(msgspec.Struct, frozen=True):
         return self.ids_of_legs[0]
 
     @property
+    def prefill(self) -> None:
+        """Nobody else computes the prompt."""
+        return None
+
+    @property
     def members(self) -> tuple[Member, ...]:
         """The worker."""
         return (self.member,)

@@ -11,12 +11,15 @@ from typing import get_type_hints
 import pytest
 
 import gateway.errors
+from backends import pair_types
 from backends.errors import AnswerTooLarge, UpstreamError
+from backends.prefill_events import PrefillRefused
 from gateway.access_log import AccessRecord, format_text
 from gateway.errors import ErrorReport, InvalidRequest, engine_failure, report_of
 from gateway.kv_silence import MIN_ANSWERS, SILENCE_S
 from gateway.options import Option
 from gateway.outcome import Outcome
+from gateway.pair_failure import PairFailed
 from gateway.prefixes import ENGINE_TOKENIZE_PAUSE_S, ENGINE_TOKENIZE_TIMEOUT_S, MIN_TEXT_BYTES
 from gateway.settings import NOT_YET, options
 from gateway.tokens.service import MAX_PENDING, THREADS, TIME_LIMIT_S
@@ -117,18 +120,14 @@ def subclasses(root: type[Exception]) -> Iterator[type[Exception]]:
             yield from subclasses(kind)
 
 
-# Nothing is served by pairs in this release, so nobody raises what these modules define.
-OF_PAIRS = ("backends.prefill_events", "backends.vllm.pd", "backends.sglang.pd", "routers.pair")
-
-
 def raised() -> Iterator[Exception]:
     yield ValueError()
     yield InvalidRequest("x")
     for kind in {*subclasses(UpstreamError), *subclasses(RoutingError)}:
-        if kind.__module__ in OF_PAIRS:
-            continue
         if issubclass(kind, AnswerTooLarge):
             yield kind(1)
+        elif issubclass(kind, PrefillRefused):
+            yield kind(500, "x", "error")
         elif issubclass(kind, NoSuchRank):
             yield kind("x", "x-header")
         else:
@@ -141,6 +140,9 @@ def reports() -> Iterator[ErrorReport]:
             yield value
     for make in MAKERS.values():
         yield from make()
+    for value in vars(pair_types).values():
+        if isinstance(value, pair_types.Failure):
+            yield PairFailed(value).report
 
 
 def test_every_maker_of_reports_is_known_here() -> None:
@@ -200,7 +202,31 @@ def test_every_outcome_is_documented() -> None:
 
 def test_every_field_of_the_access_log_is_documented() -> None:
     record = AccessRecord(
-        0.0, "POST", "/x", "/x", 200, "complete", "a", ("b",), "c", 0, 1, True, "m", 1, 1, 1, 1, 1, 1, 1, 1, 1, "e"
+        0.0,
+        "POST",
+        "/x",
+        "/x",
+        200,
+        "complete",
+        "a",
+        ("b",),
+        "c",
+        0,
+        "p",
+        0,
+        1,
+        True,
+        "m",
+        1,
+        1,
+        1,
+        1,
+        1,
+        1,
+        1,
+        1,
+        1,
+        "e",
     )
     written = re.findall(r"(\w+)=", format_text(record).decode())
     assert len(written) == len(AccessRecord.__struct_fields__)
