@@ -50,7 +50,13 @@ class HealthServer:
         """Serve until ``stop``."""
         assert self._socket is not None
         config = uvicorn.Config(
-            self._answer, lifespan="off", ws="none", access_log=False, log_config=None, timeout_graceful_shutdown=1
+            self._answer,
+            interface="asgi3",
+            lifespan="off",
+            ws="none",
+            access_log=False,
+            log_config=None,
+            timeout_graceful_shutdown=1,
         )
         self._server = _Server(config)
         await self._server.serve(sockets=[self._socket])
