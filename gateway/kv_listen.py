@@ -19,7 +19,7 @@ from gateway.kv_relayed import RelayedRank
 from gateway.kv_view import KvView, publisher_spec
 from gateway.kv_zap import KeyGuard
 from kv_events.errors import RelayMessageRefused
-from kv_events.relay_keys import KeyPair
+from kv_events.relay_keys import KeyPair, seen_from
 from kv_events.relay_wire import (
     MAX_BODY_BYTES,
     WINDOW_BYTES,
@@ -121,7 +121,8 @@ class KvListener:
                 self._guard.close()
             self._context.destroy(linger=0)
             raise
-        self.endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        # Without the IPv6 form of IPv4 addresses; all addresses are one wildcard, which relays replace.
+        self.endpoint = seen_from(socket.getsockopt_string(zmq.LAST_ENDPOINT), "0.0.0.0")
         self._socket = socket
         self._reader = ZmqReader(socket, self._wake)
         self._timer = self._loop.call_later(self._times.beat_s, self._on_beat)

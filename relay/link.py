@@ -51,7 +51,9 @@ class _Session:
     """One connection to one gateway."""
 
     def __init__(self, context: Context, listener: Listener, keys: KeyPair | None, wake: Callable[[], None]) -> None:
-        self.lost = asyncio.Event()
+        self.is_lost = False
+        # It was accepted, or lost.
+        self.changed = asyncio.Event()
         self.lanes: Lanes | None = None
         self.accept: Accept | None = None
         self.error = ""
@@ -71,9 +73,10 @@ class _Session:
 
     def end(self, error: str, *, is_refused: bool = False) -> None:
         """Use the connection no more; the first reason stands."""
-        if not self.lost.is_set():
+        if not self.is_lost:
             self.error, self.is_refused = error, is_refused
-            self.lost.set()
+            self.is_lost = True
+            self.changed.set()
 
     def watch(self) -> None:
         """Read what the connection itself tells."""
@@ -97,7 +100,7 @@ class _Session:
         """Close the socket; a session that still holds gives its ranks back."""
         if self._socket.closed:
             return
-        if self.lanes is not None and not self.lost.is_set():
+        if self.lanes is not None and not self.is_lost:
             self.send(encode(Bye()))
         self.end("closed")
         self._socket.disable_monitor()
@@ -152,7 +155,7 @@ class GatewayLink:
     def state(self) -> GatewayState:
         """How the gateway stands to this relay now."""
         session = self._session
-        is_accepted = session is not None and session.lanes is not None and not session.lost.is_set()
+        is_accepted = session is not None and session.lanes is not None and not session.is_lost
         return GatewayState(session is not None and is_accepted, is_accepted, self._error, self._is_refused)
 
     async def run(self) -> None:
@@ -180,11 +183,12 @@ class GatewayLink:
         session = self._session = _Session(self._context, listener, self._keys, self._wake)
         try:
             session.send(encode(self._hello))
-            while not session.lost.is_set():
-                beat_s = session.accept.beat_s if session.accept else ANSWER_TIMEOUT_S / 10
+            while not session.is_lost:
+                session.changed.clear()
+                beat_s = session.accept.beat_s if session.accept else ANSWER_TIMEOUT_S
                 try:
                     async with asyncio.timeout(beat_s):
-                        await session.lost.wait()
+                        await session.changed.wait()
                 except TimeoutError:
                     self._on_beat(session)
         finally:
@@ -195,7 +199,7 @@ class GatewayLink:
 
     def _on_beat(self, session: _Session) -> None:
         limit_s = session.accept.lease_s if session.accept else ANSWER_TIMEOUT_S
-        if self._loop.time() - session.heard_at_s > limit_s:
+        if self._loop.time() - session.heard_at_s >= limit_s:
             session.end(f"the gateway has said nothing for {limit_s:g} s")
         elif session.lanes is not None:
             self.beat()
@@ -208,16 +212,18 @@ class GatewayLink:
             # Sending may take in what the descriptor would have told of.
             self._wake()
 
-    def close(self) -> None:
-        """Give the ranks back, and close the connection; ``run`` ends."""
+    def close(self, *, is_silent: bool = False) -> None:
+        """Give the ranks back, or go without a word, and close the connection; ``run`` ends."""
         self._is_closed = True
         if self._session is not None:
+            if is_silent:
+                self._session.end("closed")
             self._session.close()
 
     def pump(self) -> bool:
         """Read what has come and send a few messages; false if there was nothing to do."""
         session = self._session
-        if session is None or session.lost.is_set():
+        if session is None or session.is_lost:
             return False
         session.watch()
         did = False
@@ -230,7 +236,7 @@ class GatewayLink:
                 session.end(f"what the gateway sent cannot be understood: {exc}")
         for _ in range(_BURST):
             message = session.lanes.next_message() if session.lanes else None
-            if message is None or session.lost.is_set():
+            if message is None or session.is_lost:
                 break
             did = True
             session.send(message)
@@ -245,6 +251,7 @@ class GatewayLink:
             session.accept = message
             session.lanes = Lanes(self._mirrors, message.cursors, self.counts)
             self.counts.sessions += 1
+            session.changed.set()
             self._note("")
             logger.info("gateway %s: accepted as a relay of worker %s", self._url, message.worker_id)
             self.beat()

@@ -21,6 +21,7 @@ from kv_events.relay_wire import PROTOCOL, Group, Hello, RankOffer
 from kv_events.sequence import SourceState
 from kv_events.sources import Source
 from kv_events.zmq_reader import Context
+from relay.buffer import MAX_BUFFERED_BYTES
 from relay.feed import GatewayState
 from relay.lanes import LinkCounts
 from relay.link import GatewayLink
@@ -65,6 +66,7 @@ class RelayPublisher:
         keys: CURVE keys, ``None`` to connect inside this machine only.
         admin_key: The gateways' admin key, ``None`` if they have none.
         publisher: Random name of this process; ``None`` makes one.
+        max_buffered_bytes: What is kept of the batches of each rank.
 
     Attributes:
         publisher: That name.
@@ -80,6 +82,7 @@ class RelayPublisher:
         keys: KeyPair | None = None,
         admin_key: str | None = None,
         publisher: str | None = None,
+        max_buffered_bytes: int = MAX_BUFFERED_BYTES,
     ) -> None:
         self.publisher = publisher or uuid.uuid4().hex
         self.dropped: dict[str, int] = {}
@@ -89,7 +92,7 @@ class RelayPublisher:
         self._sweeper = IndexSweeper(self._index)
         self._next_tick: asyncio.Handle | None = None
         self._is_closed = False
-        self._mirrors = {offer.dp_rank: self._mirror(identity, offer) for offer in identity.ranks}
+        self._mirrors = {offer.dp_rank: self._mirror(identity, offer, max_buffered_bytes) for offer in identity.ranks}
         hello = Hello(
             protocol=PROTOCOL,
             publisher=self.publisher,
@@ -114,10 +117,10 @@ class RelayPublisher:
             for url in gateways
         }
 
-    def _mirror(self, identity: RelayIdentity, offer: RankOffer) -> SourceMirror:
+    def _mirror(self, identity: RelayIdentity, offer: RankOffer, max_bytes: int) -> SourceMirror:
         source = Source(offer.dp_rank, "", block_size=offer.block_size)
         spec = PublisherSpec(identity.worker_url, source, dp_size=identity.dp_size, max_copies=identity.max_copies)
-        return SourceMirror(spec, self._index, self)
+        return SourceMirror(spec, self._index, self, max_bytes)
 
     # The sources; see ``Feed``.
 
