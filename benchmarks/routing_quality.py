@@ -3,8 +3,8 @@
 Simulated engines with limited caches get the same traffic under every policy: a recorded chat service (``--trace``),
 agents that call tools, and groups of samples. Nothing is timed but virtual seconds, so that a busy machine changes
 nothing; equal arguments give equal figures. ``oracle`` is ``kv-aware`` that sees the engines' caches themselves instead
-of their events; ``kv-aware:4`` is ``kv-aware`` with a ``prefill_load_scale`` of 4. ``--http`` sends a small traffic
-through real processes besides, to compare.
+of their events; ``kv-aware:4:1`` is ``kv-aware`` with a ``prefill_load_scale`` of 4 and a ``recompute_weight`` of 1.
+``--http`` sends a small traffic through real processes besides, to compare.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from benchmarks.routing_http import measure_over_http
 from benchmarks.routing_sim import Figures, Run
 from benchmarks.routing_traffic import Traffic, recorded, sample_groups, tool_agents
 from routers.base import Router
-from routers.cost import CostParameters
+from routers.cost import DEFAULT_COST, CostParameters
 from routers.kv_aware import KvAware
 from routers.registry import POLICIES, make_policy
 
@@ -50,10 +50,10 @@ def policy_of(name: str, seed: int) -> Router:
     Raises:
         ValueError: There is no such policy.
     """
-    base, _, scale = name.partition(":")
-    if scale and base == KvAware.name:
-        return KvAware(random.Random(seed), CostParameters(prefill_load_scale=float(scale)))
-    return make_policy(KvAware.name if name == ORACLE else name, seed)
+    base, *weights = name.split(":")
+    scale, recompute = [*map(float, weights), *(DEFAULT_COST.prefill_load_scale, 0.0)[len(weights) :]]
+    parameters = CostParameters(prefill_load_scale=scale, recompute_weight=recompute)
+    return make_policy(KvAware.name if base == ORACLE else base, seed, parameters)
 
 
 def run(name: str, traffic: Traffic, setup: Setup, seed: int) -> Figures:
@@ -62,25 +62,31 @@ def run(name: str, traffic: Traffic, setup: Setup, seed: int) -> Figures:
     Raises:
         RuntimeError: The gateway's part had something to log.
     """
-    return Run(policy_of(name, seed), setup, is_oracle=name == ORACLE).go(traffic)
+    return Run(policy_of(name, seed), setup, is_oracle=name.split(":")[0] == ORACLE).go(traffic)
 
 
 def heading() -> str:
-    """The head of a table of ``row``."""
+    """The head of a table of ``row``; times are those to the first token."""
     return (
-        "| policy | tokens hit | of prompts | expected | TTFT p50 s | TTFT p99 s | mean s | max/mean load |\n"
-        "| --- | --- | --- | --- | --- | --- | --- | --- |"
+        "| policy | tokens hit | of prompts | expected | p50 s | p99 s | mean s | max/mean load | group on |\n"
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
     )
 
 
 def row(name: str, figures: Figures) -> str:
-    """One policy's figures as a line of a table; ``expected`` is the share that it took to be cached."""
+    """One policy's figures as a line of a table.
+
+    ``expected`` is the share that it took to be cached, ``group on`` the mean number of engines of equal prompts.
+    """
     looks = name.split(":")[0] in (ORACLE, "kv-aware", "prefix-approximate")
     expected = f"{figures.foreseen_tokens / max(1, figures.prompt_tokens):.1%}" if looks else "–"
+    engines = figures.engines_per_group
+    group = "–" if engines is None else f"{engines:.1f}"
     p50, p99 = figures.ttft_quantile_s(0.5), figures.ttft_quantile_s(0.99)
+    mean = sum(figures.ttft_s) / len(figures.ttft_s)
     return (
         f"| {name} | {figures.hit_tokens:,} | {figures.hit_share:.1%} | {expected} "
-        f"| {p50:.2f} | {p99:.2f} | {sum(figures.ttft_s) / len(figures.ttft_s):.2f} | {figures.imbalance:.2f} |"
+        f"| {p50:.2f} | {p99:.2f} | {mean:.2f} | {figures.imbalance:.2f} | {group} |"
     )
 
 
@@ -105,7 +111,12 @@ def _options() -> argparse.Namespace:
     add("--sessions", type=int, default=300, help="of agents")
     add("--groups", type=int, default=300, help="of samples")
     add("--traffic", nargs="+", default=["conversations", "agents", "groups"], help="which of the three")
-    add("--policies", nargs="+", default=list(_ORDER), help="names, oracle, and kv-aware:SCALE")
+    add(
+        "--policies",
+        nargs="+",
+        default=list(_ORDER),
+        help="names, or oracle, each perhaps with :SCALE or :SCALE:RECOMPUTE",
+    )
     add("--engines", type=int, default=8)
     add(
         "--cache-tokens",
@@ -121,7 +132,7 @@ def _options() -> argparse.Namespace:
     add("--http", action="store_true", help="compare a small traffic with real processes instead")
     options = parser.parse_args()
     for name in options.policies:
-        if name != ORACLE and name.split(":")[0] not in POLICIES:
+        if (base := name.split(":")[0]) != ORACLE and base not in POLICIES:
             parser.error(f"unknown policy {name!r}")
     return options
 

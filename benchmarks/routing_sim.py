@@ -16,7 +16,7 @@ from backends.json_body import JsonBody
 from backends.types import EngineFacts, EngineKind, Worker
 from backends.upstream.base import Origin, UpstreamClient
 from benchmarks.routing_engine import Answer, Clock, Setup, VirtualEngine
-from benchmarks.routing_traffic import Traffic, Turn, token_ids
+from benchmarks.routing_traffic import Piece, Traffic, Turn, token_ids
 from gateway.kv_view import KvView
 from gateway.prefixes import Prefixes
 from gateway.prompts import Prompt
@@ -51,6 +51,7 @@ class Figures:
         busy: For each engine the requests there, as an integral over time.
         route_cpu_s: CPU time of all choices, bookings and predictions.
         span_s: Virtual time of the run.
+        sent_to: Where each prompt that began a session went, as often as it was sent.
     """
 
     ttft_s: list[float] = field(default_factory=list)
@@ -60,6 +61,7 @@ class Figures:
     busy: list[float] = field(default_factory=list)
     route_cpu_s: float = 0.0
     span_s: float = 0.0
+    sent_to: dict[tuple[Piece, ...], list[int]] = field(default_factory=dict)
 
     def ttft_quantile_s(self, share: float) -> float:
         """The time that so large a share of the requests was within."""
@@ -70,6 +72,12 @@ class Figures:
     def hit_share(self) -> float:
         """Part of the prompt tokens that was cached."""
         return self.hit_tokens / max(1, self.prompt_tokens)
+
+    @property
+    def engines_per_group(self) -> float | None:
+        """Mean number of engines to which a prompt went that was sent several times; ``None`` if none was."""
+        groups = [len(set(engines)) for engines in self.sent_to.values() if len(engines) > 1]
+        return sum(groups) / len(groups) if groups else None
 
     @property
     def imbalance(self) -> float:
@@ -230,6 +238,8 @@ class Run:
         figures.prompt_tokens += len(tokens) * self._setup.grain
         figures.foreseen_tokens += overlap_blocks * self._setup.page_tokens
         number = self._number_of[candidate.key]
+        if not context:
+            figures.sent_to.setdefault(turn.pieces, []).append(number)
         self._count(number, 1)
         self._sent += 1
         output = -(-turn.output_tokens // self._setup.grain)
