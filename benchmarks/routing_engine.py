@@ -28,6 +28,7 @@ class Setup:
         prefill_tokens_per_s: Prompt tokens that one engine computes per second.
         chunk_tokens: Prompt tokens of one step at most.
         decode_step_s: What decoding adds to a step.
+        context_ns: What each token of a running request, prompt included, adds to a step: decoding reads its KV cache.
         max_running: Requests that one engine computes at once.
         event_delay_s: From the end of a step until the gateway has applied what it tells of the cache.
         grain: Tokens that one simulated token stands for, to save time; a step decodes as many at once, in as many
@@ -42,6 +43,7 @@ class Setup:
     prefill_tokens_per_s: float = 10_000.0
     chunk_tokens: int = 4096
     decode_step_s: float = 0.025
+    context_ns: float = 0.0
     max_running: int = 128
     event_delay_s: float = 0.01
     grain: int = 4
@@ -113,6 +115,8 @@ class VirtualEngine:
     ) -> None:
         self._clock = clock
         self._chunk_tokens = setup.chunk_tokens // setup.grain
+        # A simulated token stands for several, and a simulated step for as many.
+        self._context_s = setup.context_ns * 1e-9 * setup.grain**2
         self._is_eager = setup.is_eager
         self._on_batch = on_batch
         self._on_news = on_news
@@ -146,7 +150,7 @@ class VirtualEngine:
         duration_s = self._scheduler.begin(now)
         self._is_in_step = duration_s is not None
         if duration_s is not None:
-            self._clock.after(duration_s, self._finish)
+            self._clock.after(duration_s + self._scheduler.running_tokens * self._context_s, self._finish)
 
     def _finish(self) -> None:
         for sequence in self._scheduler.finish(self._clock.now):

@@ -126,6 +126,7 @@ def _options() -> argparse.Namespace:
     add("--page-tokens", type=int, default=64)
     add("--prefill-tokens-per-s", type=float, default=10_000.0)
     add("--decode-step-ms", type=float, default=25.0)
+    add("--context-ns", type=float, default=0.0, help="that each token of a running request adds to a step")
     add("--event-delay-ms", type=float, default=10.0, help="from the end of a step until its events are applied")
     add("--grain", type=int, default=4, help="tokens that a simulated one stands for")
     add("--seed", type=int, default=1)
@@ -151,6 +152,7 @@ def main() -> None:
             cache_tokens=options.cache_tokens or (1_000_000 if traffic.name == "conversations" else 250_000),
             prefill_tokens_per_s=options.prefill_tokens_per_s,
             decode_step_s=options.decode_step_ms / 1000,
+            context_ns=options.context_ns,
             event_delay_s=options.event_delay_ms / 1000,
             grain=options.grain,
         )
