@@ -11,6 +11,9 @@ from routers.fleet import Fleet
 from routers.pair import NoPair, Pins, Pools, can_serve, obstacle, pinned
 from routers.types import Candidate
 
+# They generate nothing, so that workers of any role serve them.
+_ANY_ROLE = frozenset({"/tokenize", "/detokenize"})
+
 
 def eligible(
     fleet: Fleet, clock: Callable[[], float], route: Route, envelope: Envelope, model: str, failed: set[str]
@@ -82,7 +85,7 @@ def eligible_pools(
             raise NoPair(f"{missing}{why}", missing.missing)
         return pools
 
-    pools = fleet.pools(model)
+    pools = _of_route(route, fleet.pools(model))
     if not (pools.prefill or pools.decode or pools.regular):
         raise fleet.none_ready(model)
     if route.path == "/generate" and fleet.has_vllm:
@@ -124,7 +127,8 @@ def may_come_back(
     fleet: Fleet, route: Route, envelope: Envelope, model: str, failed: set[str], *, needs_one_worker: bool = False
 ) -> bool:
     """Whether a request that nothing can take now could be taken if paused workers were not paused."""
-    ready, paused, pins = fleet.pools(model), fleet.paused(model), pins_of(envelope)
+    ready, paused = _of_route(route, fleet.pools(model)), _of_route(route, fleet.paused(model))
+    pins = pins_of(envelope)
     # What has tripped is no better off when others come back.
     ready = _kept(ready, lambda one: one.key.worker_id not in fleet.tripped)
     pools = _kept(
@@ -146,6 +150,12 @@ def may_come_back(
 def pins_of(envelope: Envelope) -> Pins:
     """What the request fixes."""
     return Pins(worker_id=envelope.worker_id, dp_rank=envelope.dp_rank)
+
+
+def _of_route(route: Route, pools: Pools) -> Pools:
+    if route.path not in _ANY_ROLE:
+        return pools
+    return Pools(regular=[*pools.regular, *pools.prefill, *pools.decode])
 
 
 def _kept(pools: Pools, is_kept: Callable[[Candidate], bool]) -> Pools:

@@ -19,6 +19,7 @@ _COLUMNS: Final = {
     "active_blocks": "ACTIVE BLOCKS",
     "active_prefill_tokens": "PREFILL TOKENS",
     "cost": "COST",
+    "role": "ROLE",
     "excluded": "EXCLUDED",
 }
 
@@ -73,17 +74,20 @@ def _shown(document: Mapping[str, object]) -> str:
     chosen, candidates = document["chosen"], document["candidates"]
     if not isinstance(candidates, list) or not (chosen is None or isinstance(chosen, Mapping)):
         raise TypeError("not an explanation")
-    rows = [cells(_with_marks(one, chosen), list(_COLUMNS)) for one in candidates]
-    text = table(list(_COLUMNS.values()), rows) if rows else "no workers\n"
-    goes = "to no worker" if chosen is None else f"to {chosen['worker_id']} rank {chosen['dp_rank']}"
+    has_roles = any(one.get("role") in ("prefill", "decode") for one in candidates)
+    columns = {name: head for name, head in _COLUMNS.items() if has_roles or name != "role"}
+    taken = [] if chosen is None else [one for one in (chosen.get("prefill"), chosen) if one is not None]
+    rows = [cells(_with_marks(one, taken), list(columns)) for one in candidates]
+    text = table(list(columns.values()), rows) if rows else "no workers\n"
+    goes = "to " + (" and ".join(f"{one['worker_id']} rank {one['dp_rank']}" for one in taken) or "no worker")
     how = f"policy {document['policy']}, {document['blocks_hashed']} block(s) hashed"
     return text + printable(f"{goes}: {document['reason']} ({how})") + "\n"
 
 
-def _with_marks(one: Mapping[str, object], chosen: Mapping[str, object] | None) -> dict[str, object]:
+def _with_marks(one: Mapping[str, object], taken: Sequence[Mapping[str, object]]) -> dict[str, object]:
     """A candidate with the cells that are made from several fields."""
     names = ("worker_id", "dp_rank")
-    is_chosen = chosen is not None and all(one.get(name) == chosen[name] for name in names)
+    is_chosen = any(all(one.get(name) == chosen[name] for name in names) for chosen in taken)
     overlap, prompt, cost = one.get("overlap_blocks"), one.get("prompt_blocks"), one.get("cost")
     blocks = None if overlap is None and prompt is None else f"{printable(overlap)}/{printable(prompt)}"
     number = f"{cost:.2f}" if isinstance(cost, int | float) else cost

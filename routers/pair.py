@@ -15,6 +15,7 @@ from backends.types import EngineKind, Role
 from routers.base import Router
 from routers.cost import DECODE_COST, PREFILL_COST
 from routers.errors import NoReadyWorker
+from routers.explain import Explained
 from routers.kv_aware import KvAware
 from routers.types import Candidate, Placement, PromptBlocks, RouteRequest
 
@@ -199,6 +200,26 @@ class PairRouter:
     def _alone(self, request: RouteRequest, pools: Pools, pins: Pins) -> Placement | None:
         able = _able_alone(pools, pins)
         return self.alone.select(request, able) if able else None
+
+    def explain(
+        self, request: RouteRequest, pools: Pools, choice: Alone | Paired | None
+    ) -> dict[Role, list[Explained]]:
+        """Say what ``select`` would look at, by role; changes nothing.
+
+        Args:
+            request: What is known of the request.
+            pools: Who may take it.
+            choice: What ``select`` has chosen, ``None`` if it could not.
+        """
+        if isinstance(choice, Alone):
+            decode = self.alone.explain(request, pools.decode)
+        else:
+            decode = self.decode.explain(_without_cache(request), pools.decode)
+        return {
+            Role.PREFILL: self.prefill.explain(request, pools.prefill),
+            Role.DECODE: decode,
+            Role.REGULAR: self.alone.explain(request, pools.regular),
+        }
 
     def _is_short(self, request: RouteRequest, single: Placement) -> bool:
         if not self.short_prompt_tokens or not request.prompt_tokens:

@@ -1,22 +1,27 @@
 """Why a request would go where it would go; nothing is sent to an engine."""
 
 import copy
+from collections.abc import Mapping, Sequence
 
 from fastapi import APIRouter, Depends, Request, Response
 
+from backends.types import EngineKind, Role
 from gateway.api.json_response import json_response
 from gateway.api.refusals import admin_guard
 from gateway.auth import Keys
-from gateway.eligibility import eligible
+from gateway.eligibility import eligible, eligible_pools, pins_of
 from gateway.envelope import Envelope, parse_envelope, read_headers
 from gateway.errors import GatewayError, InvalidRequest, report_of
+from gateway.pair_placement import needs_one_worker
 from gateway.routes import ROUTES, Route
 from gateway.services import Services
 from routers.errors import RoutingError
 from routers.explain import Explained
-from routers.fleet import WorkerState
-from routers.types import Candidate, Placement, RouteRequest
+from routers.fleet import Member, WorkerState
+from routers.pair import Alone, NoPair, Paired, Pools
+from routers.types import Placement, RouteRequest
 
+_ORDER = (Role.PREFILL, Role.DECODE, Role.REGULAR)
 # What tells a request's route, where the query does not name it.
 _ROUTE_OF_FIELD = {"messages": "/v1/chat/completions", "prompt": "/v1/completions", "input": "/v1/embeddings"}
 
@@ -60,40 +65,66 @@ def _route(raw: bytes, path: str | None) -> Route:
 
 async def _explained(services: Services, route: Route, envelope: Envelope) -> dict[str, object]:
     answer: dict[str, object] = {"chosen": None, "candidates": [], "policy": services.policy.name, "blocks_hashed": 0}
+    fleet, choice = services.fleet, None
     try:
-        model = services.fleet.model_of(envelope.model)
-        candidates = eligible(services.fleet, services.clock, route, envelope, model, set())
+        model = fleet.model_of(envelope.model)
+    except RoutingError as exc:
+        return {**answer, "candidates": _left_out(services, None, set()), "reason": report_of(exc).message}
+    try:
+        is_alone, pools = _eligible(services, route, envelope, model)
     except (RoutingError, GatewayError) as exc:
-        listed = [_left_out(services, member.worker.id) for member in services.fleet]
-        return {**answer, "candidates": listed, "reason": report_of(exc).message}
-    request = RouteRequest(envelope.prompt_tokens, envelope.stickiness_key)
+        return {**answer, "candidates": _left_out(services, model, set()), "reason": report_of(exc).message}
+    request = await _request(services, route, envelope, model, pools)
+    # A copy, so that explaining draws no random numbers and takes no turn of the real policy.
+    pairs = copy.deepcopy(services.pairs)
+    if not fleet.has_pairs(model):
+        pairs.alone = copy.deepcopy(services.policy)
+    try:
+        pins, now = pins_of(envelope), services.clock()
+        choice = pairs.select(request, pools, now, pins=pins, needs_one_worker=is_alone)
+        reason = _reason(choice, pairs.explain(request, pools, choice), pools, request)
+    except NoPair as exc:
+        reason = report_of(exc).message
+    explained = pairs.explain(request, pools, choice)
+    listed = [_shown(one, services) for role in _ORDER for one in explained[role]]
+    taken = {one.worker_id for of_role in explained.values() for one in of_role}
+    return {
+        **answer,
+        "chosen": _chosen(choice, listed),
+        "candidates": [*listed, *_left_out(services, model, taken)],
+        "blocks_hashed": max((len(prompt.sequence_hashes) for prompt in request.prompts.values()), default=0),
+        "reason": reason,
+    }
+
+
+def _eligible(services: Services, route: Route, envelope: Envelope, model: str) -> tuple[bool, Pools]:
+    """Whether the request needs one worker, and who may take it."""
+    fleet, clock = services.fleet, services.clock
+    if not fleet.has_pairs(model):
+        return True, Pools(regular=eligible(fleet, clock, route, envelope, model, set()))
+    is_alone = needs_one_worker(services, route, envelope, model)
+    return is_alone, eligible_pools(fleet, clock, route, envelope, model, set(), needs_one_worker=is_alone)
+
+
+async def _request(services: Services, route: Route, envelope: Envelope, model: str, pools: Pools) -> RouteRequest:
+    """What the policies are told."""
     prefixes = services.prefixes
     if prefixes.are_wanted:
+        candidates = [*pools.prefill, *pools.regular, *pools.decode]
         prompt = prefixes.known(route, envelope, model)
         if prompt is None:
             prompt = await prefixes.look_up(route, envelope, model, candidates, asks_engines=False)
         if prompt is not None:
-            request = prefixes.request(prompt, envelope.stickiness_key, candidates)
-    # A copy, so that explaining draws no random numbers and takes no turn of the real policy.
-    placement = copy.deepcopy(services.policy).select(request, candidates)
-    explained = services.policy.explain(request, candidates)
-    chosen = next(one for one in explained if (one.worker_id, one.dp_rank) == placement.candidate.key)
-    eligible_ids = {candidate.key.worker_id for candidate in candidates}
-    others = [_left_out(services, m.worker.id) for m in services.fleet if m.worker.id not in eligible_ids]
-    hashed = max((len(prompt.sequence_hashes) for prompt in request.prompts.values()), default=0)
-    return {
-        **answer,
-        "chosen": _shown(chosen),
-        "candidates": [*map(_shown, explained), *others],
-        "blocks_hashed": hashed,
-        "reason": _reason(placement, chosen, candidates, request),
-    }
+            return prefixes.request(prompt, envelope.stickiness_key, candidates)
+    return RouteRequest(envelope.prompt_tokens, envelope.stickiness_key)
 
 
-def _shown(one: Explained) -> dict[str, object]:
+def _shown(one: Explained, services: Services) -> dict[str, object]:
+    member = services.fleet.get(one.worker_id)
     shown: dict[str, object] = {
         "worker_id": one.worker_id,
         "dp_rank": one.dp_rank,
+        "role": str(member.role) if member is not None else None,
         "overlap_blocks": one.overlap_blocks,
         "prompt_blocks": one.prompt_blocks,
         "active_blocks": one.active_blocks,
@@ -107,28 +138,80 @@ def _shown(one: Explained) -> dict[str, object]:
     return shown
 
 
-def _left_out(services: Services, worker_id: str) -> dict[str, object]:
-    member = services.fleet.get(worker_id)
-    assert member is not None
-    is_ready = member.state is WorkerState.READY
-    return {
-        "worker_id": worker_id,
-        "dp_rank": None,
-        "overlap_blocks": None,
-        "prompt_blocks": None,
-        "active_blocks": sum(load.blocks for load in member.loads),
-        "active_prefill_tokens": sum(load.prefill_tokens for load in member.loads),
-        "in_flight": member.in_flight,
-        "cost": None,
-        "excluded": "serves another model or route" if is_ready else member.detail or str(member.state),
-    }
+def _chosen(choice: Alone | Paired | None, listed: Sequence[dict[str, object]]) -> dict[str, object] | None:
+    """The rank that answers, and the one that prefills for it where there are two."""
+
+    def entry(placement: Placement) -> dict[str, object]:
+        return next(one for one in listed if (one["worker_id"], one["dp_rank"]) == placement.candidate.key)
+
+    if choice is None:
+        return None
+    if isinstance(choice, Alone):
+        return entry(choice.placement)
+    return {**entry(choice.decode), "prefill": entry(choice.prefill)}
 
 
-def _reason(placement: Placement, chosen: Explained, candidates: tuple[Candidate, ...], request: RouteRequest) -> str:
+def _left_out(services: Services, model: str | None, taken: set[str]) -> list[dict[str, object]]:
+    """The workers of which no rank may take the request.
+
+    Args:
+        services: Holds the fleet.
+        model: The request's, ``None`` if it has none that is served.
+        taken: The other workers.
+    """
+    return [
+        {
+            "worker_id": member.worker.id,
+            "dp_rank": None,
+            "role": str(member.role),
+            "overlap_blocks": None,
+            "prompt_blocks": None,
+            "active_blocks": sum(load.blocks for load in member.loads),
+            "active_prefill_tokens": sum(load.prefill_tokens for load in member.loads),
+            "in_flight": member.in_flight,
+            "cost": None,
+            "excluded": _why_left_out(services, member, model),
+        }
+        for member in services.fleet
+        if member.worker.id not in taken
+    ]
+
+
+def _why_left_out(services: Services, member: Member, model: str | None) -> str:
+    fleet = services.fleet
+    reason = fleet.reason(member)
+    if reason != WorkerState.READY:
+        return member.detail or reason
+    if model is None or model not in member.names:
+        return "serves another model"
+    if not fleet.is_let_through(member.worker.id, services.clock()):
+        return "has failed its last requests, and is left alone for a moment"
+    if member.loads and all(load.is_full for load in member.loads):
+        return "has as many requests as it is given at once"
+    return "cannot serve this request"
+
+
+def _reason(
+    choice: Alone | Paired, explained: Mapping[Role, Sequence[Explained]], pools: Pools, request: RouteRequest
+) -> str:
+    if isinstance(choice, Paired):
+        prefill = _reason_of(choice.prefill, explained[Role.PREFILL], request)
+        decode = _reason_of(choice.decode, explained[Role.DECODE], request, shows_cache=False)
+        return f"prefill: {prefill}; decode: {decode}"
+    alone = {one.key for one in pools.decode if one.group is not None and one.group.engine is EngineKind.VLLM}
+    of_decode = [one for one in explained[Role.DECODE] if (one.worker_id, one.dp_rank) in alone]
+    reason = _reason_of(choice.placement, [*explained[Role.REGULAR], *of_decode], request)
+    return f"by one worker alone: {reason}" if pools.prefill else reason
+
+
+def _reason_of(
+    placement: Placement, candidates: Sequence[Explained], request: RouteRequest, *, shows_cache: bool = True
+) -> str:
     if len(candidates) == 1:
         return "the only rank that can take it"
+    chosen = next(one for one in candidates if (one.worker_id, one.dp_rank) == placement.candidate.key)
     if chosen.cost is None:
         known = "" if request.prompts else "; nothing is known of the prompt's blocks"
         return f"the policy's choice by load{known}"
-    cached = f"{placement.overlap_blocks or 0} of {chosen.prompt_blocks} blocks are cached there"
-    return f"the lowest cost, {chosen.cost:g} blocks; {cached}"
+    cached = f"; {placement.overlap_blocks or 0} of {chosen.prompt_blocks} blocks are cached there"
+    return f"the lowest cost, {chosen.cost:g} blocks{cached if shows_cache else ''}"

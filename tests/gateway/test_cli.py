@@ -301,6 +301,25 @@ def test_an_explanation_is_printed_as_a_table(
     assert gateway.posted == [b'{"input_ids": [1, 2]}']
 
 
+def test_both_workers_of_a_pair_are_marked(
+    gateway: Gateway, capsys: pytest.CaptureFixture[str], request_file: str
+) -> None:
+    prefill = {"worker_id": "p:1", "dp_rank": 0, "role": "prefill", "in_flight": 0, "cost": 2.0, "excluded": None}
+    decode = {**prefill, "worker_id": "d:1", "dp_rank": 1, "role": "decode"}
+    other = {**prefill, "worker_id": "q:1", "excluded": "paused"}
+    shown = {**EXPLANATION, "chosen": {**decode, "prefill": prefill}, "candidates": [prefill, other, decode]}
+    gateway.answer = (200, json.dumps(shown).encode())
+    assert main(["explain", "--url", gateway.url, request_file]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0][-2:] == ["ROLE", "EXCLUDED"]
+    assert [(line[0], line[-2], line[-1]) for line in lines[1:4]] == [
+        ("*", "prefill", "-"),
+        ("q:1", "prefill", "paused"),
+        ("*", "decode", "-"),
+    ]
+    assert " ".join(lines[4]).startswith("to p:1 rank 0 and d:1 rank 1: the lowest cost")
+
+
 def test_an_explanation_is_printed_as_json_and_the_request_read_from_standard_input(
     gateway: Gateway, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

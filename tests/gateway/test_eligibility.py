@@ -86,6 +86,8 @@ TWO = {"p": "prefill", "q": "prefill", "d": "decode", "e": "decode"}
         pytest.param(TWO, {"worker": "q"}, "q d e", id="pinned prefill"),
         pytest.param(TWO, {"worker": "e"}, "p q e", id="pinned decode"),
         pytest.param({**PAIR, "r": "regular"}, {"worker": "r"}, "r", id="pinned regular"),
+        pytest.param(PAIR, {"path": "/tokenize", "needs_one_worker": True}, "p d", id="any role tokenizes"),
+        pytest.param(PAIR, {"path": "/tokenize", "worker": "p"}, "p", id="pinned prefill tokenizes"),
     ],
 )
 def test_who_may_take_a_request(workers: dict[str, str], asked: dict[str, Any], expected: str) -> None:
@@ -163,6 +165,7 @@ def test_the_missing_role_is_told() -> None:
         pytest.param({**PAIR, "d": "decode paused"}, {"rank": 1}, False, id="it does not have the rank"),
         pytest.param({"d": "decode paused vllm"}, {}, True, id="vLLM's decode"),
         pytest.param({"d": "decode paused vllm"}, {"path": NATIVE}, False, id="not for the native route"),
+        pytest.param({"p": "prefill paused"}, {"path": "/tokenize"}, True, id="any role tokenizes"),
         pytest.param({"r": "regular paused"}, {}, True, id="without pairs"),
         pytest.param({"r": "regular paused"}, {"rank": 3}, False, id="without pairs or rank"),
         pytest.param({"r": "regular"}, {"failed": "r"}, False, id="nobody is paused"),
