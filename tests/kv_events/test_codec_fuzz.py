@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kv_events import codec
 from kv_events.codec import decode_batch
 from kv_events.errors import BatchUndecodable
 from kv_events.types import BlockStored, EventBatch
@@ -123,3 +124,23 @@ def test_real_payloads_with_changed_bytes(data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(1, 4))):
         payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
     decode_or_refuse(bytes(payload))
+
+
+@pytest.mark.parametrize("guess", [True, False])
+@given(
+    events=st.lists(MAP_EVENTS, max_size=20) | st.lists(ARRAY_EVENTS, max_size=20) | st.lists(VALUES, max_size=3),
+    is_map=st.booleans(),
+)
+def test_a_wrong_guess_of_the_shape_changes_nothing(guess: bool, events: list[Any], is_map: bool) -> None:
+    payload = encode({"ts": 0.5, "events": events} if is_map else [0.5, events])
+    expected = decode_or_refuse(payload)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(codec, "_has_maps", lambda payload: guess)
+        assert decode_or_refuse(payload) == expected
+
+
+@pytest.mark.parametrize("count", [1, 15, 16, 300])
+@pytest.mark.parametrize("is_map", [True, False])
+def test_the_shape_of_usual_batches_is_guessed(count: int, is_map: bool) -> None:
+    event = {"type": "BlockRemoved", "block_hashes": [1]} if is_map else ["BlockRemoved", [1]]
+    assert codec._has_maps(encode([0.5, [event] * count])) is is_map

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kv_events.hashing import (
     block_hashes,
+    chained_hashes,
     local_hashes,
     namespace_seed,
     pack_tokens,
@@ -241,3 +242,35 @@ def test_of_what_is_json_exactly_lists_of_ids_are_read(raw: bytes) -> None:
             parse_ids(raw)
     else:
         assert parse_ids(raw) == expected
+
+
+def outcome(call: Callable[[], list[int]]) -> list[int] | str:
+    try:
+        return call()
+    except ValueError as error:
+        return str(error)
+
+
+@given(
+    token_bytes=st.binary(max_size=200) | IDS.map(pack_tokens),
+    block_size=st.integers(-2, 20) | st.sampled_from([2**31, 2**62, 2**64]),
+    seed=st.integers(0, 2**64 - 1),
+    parent=st.none() | st.integers(0, 2**64 - 1),
+    is_eagle=st.booleans(),
+    mm_hashes=st.none() | st.lists(st.lists(st.integers(0, 2**64 - 1), max_size=2), max_size=4),
+)
+def test_hashing_in_one_pass_is_hashing_in_two(
+    token_bytes: bytes,
+    block_size: int,
+    seed: int,
+    parent: int | None,
+    is_eagle: bool,
+    mm_hashes: list[list[int]] | None,
+) -> None:
+    def in_two() -> list[int]:
+        return sequence_hashes(local_hashes(token_bytes, block_size, seed, is_eagle, mm_hashes), parent)
+
+    expected = outcome(in_two)
+    assert outcome(lambda: chained_hashes(token_bytes, block_size, seed, parent, is_eagle, mm_hashes)) == expected
+    view = memoryview(token_bytes)
+    assert outcome(lambda: chained_hashes(view, block_size, seed, parent, is_eagle, mm_hashes)) == expected
