@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
 import zmq
 
@@ -18,10 +19,17 @@ from simulator.options import EngineOptions
 from simulator.timers import Timers
 
 
+class PubSocket(Protocol):
+    """A PUB socket, or what stands for one."""
+
+    def send_multipart(self, frames: Frames, flags: int, /) -> object:
+        """Send a message, without waiting."""
+
+
 class Wire:
     """The PUB socket of one rank, with batches that faults hold back."""
 
-    def __init__(self, socket: zmq.Socket[bytes], timers: Timers) -> None:
+    def __init__(self, socket: PubSocket, timers: Timers) -> None:
         self._socket = socket
         self._timers = timers
         self._late: list[Frames] = []

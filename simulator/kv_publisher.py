@@ -1,4 +1,4 @@
-"""Publishes every rank's KV events over ZMQ and answers requests for past ones.
+"""Publishes every rank's KV events over ZMQ and answers requests for past ones; ranks of other nodes through these.
 
 Each rank has a PUB socket at the endpoint's port plus its rank and, if wanted, a ROUTER socket for
 replays likewise. Both live on the event loop: publishing never waits, what a slow subscriber cannot
@@ -8,23 +8,21 @@ take is dropped at the high-water mark, as the engines do it.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from dataclasses import replace
 
 import zmq
 
 from simulator.faults import FaultTable
-from simulator.kv_batches import RankPublisher, Wire
+from simulator.group import GroupPort, RemoteSocket, ranks_of
+from simulator.kv_batches import PubSocket, RankPublisher, Wire
 from simulator.kv_encoding import format_of
 from simulator.kv_replay import ReplayDesk
+from simulator.kv_sockets import Sockets, bind_run
 from simulator.log import EngineLog
-from simulator.options import EngineOptions, parse_endpoint
+from simulator.options import EngineOptions
 from simulator.timers import Timers
-
-# How often a run of free ports is looked for when the system may choose.
-_PORT_ATTEMPTS = 50
-
-Sockets = list[zmq.Socket[bytes]]
 
 
 class KvPublisher:
@@ -54,14 +52,18 @@ class KvPublisher:
         self._timers = Timers(loop)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._is_closed = False
+        self._group: GroupPort | None = None
         publishing: Sockets = []
         answering: Sockets = []
+        ranks = ranks_of(options.dp_size, options.nnodes, 0)
         try:
-            endpoint = self._bind_run(zmq.PUB, options.kv_events, options.dp_size, options.kv_hwm, publishing)
+            endpoint = bind_run(self._context, zmq.PUB, options.kv_events, ranks, options.kv_hwm, publishing)
             replay = None
             if options.replay is not None:
                 # No limit here; the engines' own sockets may drop replies to a slow reader.
-                replay = self._bind_run(zmq.ROUTER, options.replay, options.dp_size, 0, answering)
+                replay = bind_run(self._context, zmq.ROUTER, options.replay, ranks, 0, answering)
+            if options.nnodes > 1:
+                self._group = GroupPort(self._context, options, os.urandom(8), loop)
         except OSError:
             self._context.destroy(linger=0)
             raise
@@ -71,10 +73,15 @@ class KvPublisher:
         def restart_soon() -> None:
             self._timers.after(0, restart)
 
+        sockets: list[PubSocket] = [*publishing]
+        if self._group is not None:
+            sockets += [RemoteSocket(self._group, rank) for rank in range(len(ranks), options.dp_size)]
         self.ranks = [
             RankPublisher(rank, self.options, self.form, Wire(socket, self._timers), faults, log, restart_soon)
-            for rank, socket in enumerate(publishing)
+            for rank, socket in enumerate(sockets)
         ]
+        if self._group is not None:
+            self._group.serve(self.ranks)
         has_topic = options.kv_replay_framing == "new"
         self._desks = [
             ReplayDesk(self.ranks[rank], socket, loop, faults, has_topic=has_topic)
@@ -107,39 +114,10 @@ class KvPublisher:
             return
         self._is_closed = True
         self._timers.close()
+        if self._group is not None:
+            self._group.close()
         for desk in self._desks:
             desk.close()
         for rank in self.ranks:
             rank.is_closed = True
         self._context.destroy(linger=0)
-
-    def _bind_run(self, kind: int, endpoint: str, size: int, hwm: int, sockets: Sockets) -> str:
-        """Bind one socket for each rank, at ports in a row; returns the endpoint of the first.
-
-        Raises:
-            OSError: Not possible.
-        """
-        host, port = parse_endpoint(endpoint)
-        for attempt in range(1, _PORT_ATTEMPTS + 1):
-            first = port
-            try:
-                for rank in range(size):
-                    socket = self._context.socket(kind)
-                    sockets.append(socket)
-                    socket.set_hwm(hwm)
-                    socket.setsockopt(zmq.LINGER, 0)
-                    socket.setsockopt(zmq.IPV6, ":" in host)
-                    socket.bind(f"tcp://{host}:{first + rank if first else '*'}")
-                    if not first:
-                        bound = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-                        first = int(bound.rpartition(":")[2])
-            except zmq.ZMQError as exc:
-                for socket in sockets:
-                    socket.close(linger=0)
-                sockets.clear()
-                # Only a run that the system began may be tried elsewhere: its neighbours can be taken.
-                if port or first == 0 or attempt == _PORT_ATTEMPTS:
-                    raise OSError(exc.errno, exc.strerror) from exc
-                continue
-            return f"tcp://{host}:{first}"
-        raise AssertionError("every attempt ends in a return or a raise")

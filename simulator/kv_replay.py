@@ -8,15 +8,24 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from typing import Protocol
 
 import zmq
 
 from simulator.faults import FaultTable
-from simulator.kv_batches import RankPublisher
 from simulator.kv_encoding import END_OF_REPLAY, Frames, sequence_bytes
 
 # Replies of one turn of the loop: a long replay must not hold up generation.
 _REPLIES_PER_TURN = 128
+
+
+class PastBatches(Protocol):
+    """The batches of one rank."""
+
+    rank: int
+    topic: bytes
+    buffer: deque[tuple[int, bytes]]
+    is_silent: bool
 
 
 class ReplayDesk:
@@ -27,7 +36,7 @@ class ReplayDesk:
 
     def __init__(
         self,
-        publisher: RankPublisher,
+        publisher: PastBatches,
         socket: zmq.Socket[bytes],
         loop: asyncio.AbstractEventLoop,
         faults: FaultTable,

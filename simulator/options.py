@@ -125,6 +125,7 @@ class EngineOptions:
         """
         _refuse_unfinished(self)
         _check_publishing(self)
+        _check_nodes(self)
         for name in ("dp_size", "page_size", "num_blocks", "max_running", "chunked_prefill_tokens", "context_length"):
             if getattr(self, name) < 1:
                 raise OptionError(f"{_flag(name)} must be at least 1")
@@ -207,7 +208,20 @@ def _refuse_unfinished(options: EngineOptions) -> None:
         raise OptionError(f"--engine {options.engine}: unknown, known are {', '.join(_VERSIONS)}")
     if options.role not in ROLES:
         raise OptionError(f"--role {options.role}: unknown, known are {', '.join(ROLES)}")
-    if options.node_rank != 0 or options.nnodes != 1 or options.dist_init_addr is not None:
-        raise OptionError(
-            "--node-rank, --nnodes and --dist-init-addr: not yet, this release simulates single nodes only"
-        )
+
+
+def _check_nodes(options: EngineOptions) -> None:
+    if options.nnodes < 1:
+        raise OptionError("--nnodes must be at least 1")
+    if not 0 <= options.node_rank < options.nnodes:
+        raise OptionError(f"--node-rank must be in 0 to {options.nnodes - 1}, since --nnodes is {options.nnodes}")
+    if options.nnodes == 1:
+        return
+    if options.engine != "sglang":
+        raise OptionError("--nnodes above 1 needs --engine sglang")
+    if options.dist_init_addr is None:
+        raise OptionError("--nnodes above 1 needs --dist-init-addr, where the first node listens for the others")
+    try:
+        parse_endpoint(f"tcp://{options.dist_init_addr.removeprefix('tcp://')}")
+    except OptionError as exc:
+        raise OptionError(f"--dist-init-addr {options.dist_init_addr!r} is not of the form HOST:PORT") from exc

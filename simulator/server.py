@@ -27,10 +27,10 @@ from simulator.exchange import Exchange, Request
 from simulator.faulting import GARBAGE, FaultRunner
 from simulator.faults import FaultTable, parse_fault
 from simulator.http_server import Connection
-from simulator.kv_publisher import KvPublisher
 from simulator.log import DisconnectEntry, EngineLog, RequestEntry
 from simulator.options import EngineOptions
-from simulator.roles import make_sglang, make_vllm, open_peer_port
+from simulator.roles import AnyPublisher, make_publisher, make_sglang, make_vllm, open_peer_port
+from simulator.sglang.follower import FollowerApi
 from simulator.sglang.routes import SGLangApi
 from simulator.vllm.routes import VllmApi
 
@@ -54,7 +54,7 @@ class SimulatedEngine:
         self._connections_made = 0
         self._waiters: list[tuple[Callable[[SimulatedEngine], Any], asyncio.Future[Any]]] = []
         self._server: asyncio.Server | None = None
-        self._publisher: KvPublisher | None = None
+        self._publisher: AnyPublisher | None = None
         self._loop: asyncio.AbstractEventLoop
         self._core: Core
         self._runner: FaultRunner
@@ -168,7 +168,7 @@ class SimulatedEngine:
             self.options = replace(self.options, bootstrap_port=listener.port)
         if self.options.kv_events is not None:
             try:
-                self._publisher = KvPublisher(self.options, self._loop, self._faults, self.log, self.restart)
+                self._publisher = make_publisher(self.options, self._loop, self._faults, self.log, self.restart)
             except OSError:
                 if listener is not None:
                     listener.close()
@@ -183,7 +183,8 @@ class SimulatedEngine:
         else:
             self._core = make_sglang(*parts)
             self._runner = FaultRunner(self._faults, self._core.timers, self.restart)
-            self._api = SGLangApi(self._core, self._runner)
+            leads = self.options.node_rank == 0
+            self._api = SGLangApi(self._core, self._runner) if leads else FollowerApi(self._core)
         if self._publisher is not None:
             self._publisher.announce_start()
 

@@ -12,6 +12,7 @@ import orjson
 
 from simulator.core import Core
 from simulator.exchange import Exchange
+from simulator.group import ranks_of
 from simulator.options import EngineOptions, parse_endpoint
 from simulator.scheduler import Scheduler
 
@@ -23,8 +24,10 @@ def server_info(core: Core) -> dict[str, Any]:
         {**arguments, "effective_max_running_requests_per_dp": core.options.max_running, "last_gen_throughput": 0.0}
         for _ in core.schedulers
     ]
+    listed = {} if core.options.nnodes == 1 else {"kv_event_sources": _sources(core.options)}
     return {
         **arguments,
+        **listed,
         "launch_command": f"--model-path {core.options.model} --port {core.options.port}",
         "status": "ready",
         "max_total_num_tokens": core.options.pool_tokens,
@@ -115,6 +118,22 @@ def _publisher(options: EngineOptions) -> dict[str, Any] | None:
     if options.replay is not None:
         block["replay_endpoint_port_base"] = parse_endpoint(options.replay)[1]
     return block
+
+
+def _sources(options: EngineOptions) -> list[dict[str, Any]]:
+    """List this node's publishers, at addresses that only this node can use."""
+    if options.kv_events is None:
+        return []
+    _, port = parse_endpoint(options.kv_events)
+    replay_port = None if options.replay is None else parse_endpoint(options.replay)[1]
+    sources: list[dict[str, Any]] = []
+    for rank in ranks_of(options.dp_size, options.nnodes, options.node_rank):
+        source = {"dp_rank": rank, "endpoint": f"tcp://127.0.0.1:{port + rank}", "topic": options.kv_topic}
+        source["block_size"] = options.page_size
+        if replay_port is not None:
+            source["replay_endpoint"] = f"tcp://127.0.0.1:{replay_port + rank}"
+        sources.append(source)
+    return sources
 
 
 def _publisher_config(options: EngineOptions) -> str | None:
