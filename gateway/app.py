@@ -154,14 +154,10 @@ class Gateway:
             metrics,
             times=LegTimes(delay_s=settings.abort_delay_s, handoff_drain_s=settings.handoff_drain_timeout_s),
         )
-        policy = make_policy(
-            settings.policy,
-            settings.seed,
-            CostParameters(
-                prefill_load_scale=settings.kv_prefill_load_scale, recompute_weight=settings.kv_recompute_weight
-            ),
-            temperature=settings.kv_temperature,
+        cost = CostParameters(
+            prefill_load_scale=settings.kv_prefill_load_scale, recompute_weight=settings.kv_recompute_weight
         )
+        policy = make_policy(settings.policy, settings.seed, cost, temperature=settings.kv_temperature)
         return Services(
             limits=Limits(
                 max_body_bytes=settings.max_body_bytes,
@@ -185,7 +181,13 @@ class Gateway:
             ),
             fleet=fleet,
             policy=policy,
-            pairs=make_pairs(settings.policy, settings.seed, settings.short_prompt_tokens),
+            pairs=make_pairs(
+                settings.policy,
+                settings.seed,
+                settings.short_prompt_tokens,
+                cost,
+                temperature=settings.kv_temperature,
+            ),
             client=self._client,
             backends={
                 EngineKind.SGLANG: SGLangBackend(self._control),

@@ -2,13 +2,14 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 from routers.base import Router
 from routers.consistent_hash import ConsistentHash
 from routers.cost import DECODE_COST, DEFAULT_COST, CostParameters
 from routers.kv_aware import KvAware
 from routers.least_loaded import LeastLoaded
-from routers.pair import PairRouter, kv_aware_pairs
+from routers.pair import PairRouter
 from routers.power_of_two import PowerOfTwo
 from routers.prefix_approximate import PrefixApproximate
 from routers.round_robin import RoundRobin
@@ -47,7 +48,14 @@ def make_policy(
     return constructor(rng)
 
 
-def make_pairs(name: str | None, seed: int | None, short_prompt_tokens: int = 0) -> PairRouter:
+def make_pairs(
+    name: str | None,
+    seed: int | None,
+    short_prompt_tokens: int = 0,
+    parameters: CostParameters = DEFAULT_COST,
+    *,
+    temperature: float = 0.0,
+) -> PairRouter:
     """Make what chooses where prefill and decode workers serve a model.
 
     The policy chooses the prefill worker, or the worker that serves a request alone; decode goes by load.
@@ -56,17 +64,17 @@ def make_pairs(name: str | None, seed: int | None, short_prompt_tokens: int = 0)
         name: A key of ``POLICIES``; ``None`` takes the default.
         seed: Seed of its random choices; ``None`` takes one from the operating system.
         short_prompt_tokens: See ``PairRouter``.
+        parameters: For the policies that go by cost; in prefill, blocks in use count for nothing.
+        temperature: The same; see ``KvAware``.
 
     Raises:
-        ValueError: There is no such policy.
+        ValueError: There is no such policy, or the temperature is none.
     """
-    constructor, rng = _constructor(name), random.Random(seed)
-    if constructor is KvAware:
-        return kv_aware_pairs(rng, short_prompt_tokens)
+    of_prefill = replace(parameters, track_active_blocks=False)
     return PairRouter(
-        prefill=constructor(rng),
-        decode=KvAware(rng, DECODE_COST),
-        alone=constructor(rng),
+        prefill=make_policy(name, seed, of_prefill, temperature=temperature),
+        decode=KvAware(random.Random(seed), DECODE_COST),
+        alone=make_policy(name, seed, parameters, temperature=temperature),
         short_prompt_tokens=short_prompt_tokens,
     )
 

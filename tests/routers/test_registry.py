@@ -77,3 +77,19 @@ def test_costs_of_the_usual_pair() -> None:
     asked = RouteRequest(3200, None, {group: PromptBlocks(16, 3200, [1, 2])})
     assert pairs.prefill.select(asked, [full, idle]).candidate is full
     assert pairs.alone.select(asked, [full, idle]).candidate is idle
+
+
+@pytest.mark.parametrize("name", sorted(BLOCK_POLICIES))
+def test_weights_count_for_prefill_and_for_one_worker_alone(name: str) -> None:
+    group = BlockGroup(EngineKind.SGLANG, 16)
+    behind, full = (Candidate(RankKey(one, 0), RankLoad(), group) for one in ("behind", "full"))
+    behind.load.book(requests=1, blocks=0, prefill_tokens=1600)
+    full.load.book(requests=1, blocks=50, prefill_tokens=0)
+    asked = RouteRequest(1600, None, {group: PromptBlocks(16, 1600, list(range(100)))})
+    usual, light = make_pairs(name, 1), make_pairs(name, 1, 0, CostParameters(prefill_load_scale=0.25))
+    assert usual.alone.select(asked, [behind, full]).candidate is full  # 100 blocks to prefill, against 50 in use
+    assert light.alone.select(asked, [behind, full]).candidate is behind
+    costs = [one.cost for one in light.prefill.explain(asked, [behind, full])]
+    assert costs == [50.0, 25.0]  # a quarter of 200 and of 100, and nothing for blocks in use
+    with pytest.raises(ValueError, match="temperature"):
+        make_pairs(name, 1, temperature=-1.0)
