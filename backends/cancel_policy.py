@@ -14,14 +14,17 @@ Pure. The facts were measured on real engines:
 """
 
 import enum
+import functools
 from dataclasses import dataclass
 
+from backends.quick_enum import quick
 from backends.types import EngineKind
 
 # The form of the capability record that this release reads.
 CAPABILITY_VERSION = 1
 
 
+@quick
 class OnCancel(enum.StrEnum):
     """What is done to a leg for whose answer nobody waits any more."""
 
@@ -33,6 +36,7 @@ class OnCancel(enum.StrEnum):
     """Keep it until its first output, within a bound, then close it."""
 
 
+@quick
 class LegKind(enum.StrEnum):
     """Part of a leg in its request."""
 
@@ -41,6 +45,7 @@ class LegKind(enum.StrEnum):
     DECODE = "decode"
 
 
+@quick
 class EarlyAbort(enum.StrEnum):
     """What an abort can do before the request's first output."""
 
@@ -154,6 +159,10 @@ class CancelPolicy:
     loses_aborts_in_pause: bool = False
 
 
+# There are few, and a frozen one costs more to make than to look up.
+_policy = functools.cache(CancelPolicy)
+
+
 def cancel_policy(
     engine: EngineKind, capability: AbortCapability, *, kind: LegKind, is_stream: bool, has_ids: bool
 ) -> CancelPolicy:
@@ -169,13 +178,13 @@ def cancel_policy(
     """
     if engine is EngineKind.VLLM:
         is_taking_over = kind is LegKind.DECODE and capability.must_consume_handoff
-        return CancelPolicy(OnCancel.DRAIN_TO_FIRST_OUTPUT if is_taking_over else OnCancel.DROP, is_stream)
+        return _policy(OnCancel.DRAIN_TO_FIRST_OUTPUT if is_taking_over else OnCancel.DROP, is_stream)
     if not has_ids:
-        return CancelPolicy(OnCancel.DROP, is_stream)
+        return _policy(OnCancel.DROP, is_stream)
     if not capability.is_known:
-        return CancelPolicy(OnCancel.ABORT, is_stream, closes_after_abort=True, loses_aborts_in_pause=True)
+        return _policy(OnCancel.ABORT, is_stream, closes_after_abort=True, loses_aborts_in_pause=True)
     if kind is not LegKind.AGGREGATED or not is_stream:
-        return CancelPolicy(OnCancel.ABORT, is_stream, loses_aborts_in_pause=True)
+        return _policy(OnCancel.ABORT, is_stream, loses_aborts_in_pause=True)
     if capability.disconnect_aborts:
-        return CancelPolicy(OnCancel.DROP, is_stream, loses_aborts_in_pause=True)
-    return CancelPolicy(OnCancel.ABORT, is_stream, closes_after_abort=True, loses_aborts_in_pause=True)
+        return _policy(OnCancel.DROP, is_stream, loses_aborts_in_pause=True)
+    return _policy(OnCancel.ABORT, is_stream, closes_after_abort=True, loses_aborts_in_pause=True)

@@ -4,10 +4,13 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from backends.quick_enum import quick
+
 # Sleeps between submissions of an abort: at most nine submissions over 4.55 s.
 ABORT_RETRY_SLEEPS_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0, 1.0)
 
 
+@quick
 class Cause(enum.StrEnum):
     """Why a leg ended; the first one stays."""
 
@@ -21,6 +24,7 @@ class Cause(enum.StrEnum):
     FINISHED = "finished"
 
 
+@quick
 class LegState(enum.Enum):
     """Where a leg stands."""
 
@@ -33,6 +37,7 @@ class LegState(enum.Enum):
     ENDED = "over"
 
 
+@quick
 class LegEnd(enum.Enum):
     """How a leg ended."""
 
@@ -160,6 +165,7 @@ class Abort:
     ids: tuple[str, ...]
 
 
+@quick
 class Simple(enum.Enum):
     """Commands without data."""
 

@@ -3,9 +3,11 @@
 import enum
 from dataclasses import dataclass, field
 
+from backends.quick_enum import quick
 from backends.upstream.base import Origin
 
 
+@quick
 class EngineKind(enum.StrEnum):
     """Engine software."""
 

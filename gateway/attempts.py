@@ -2,7 +2,10 @@
 
 import enum
 
+from backends.quick_enum import quick
 
+
+@quick
 class Failure(enum.Enum):
     """What became of an attempt."""
 

@@ -2,7 +2,10 @@
 
 import enum
 
+from backends.quick_enum import quick
 
+
+@quick
 class Outcome(enum.StrEnum):
     """Every request ends with exactly one of these."""
 

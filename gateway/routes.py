@@ -3,7 +3,10 @@
 import enum
 from dataclasses import dataclass
 
+from backends.quick_enum import quick
 
+
+@quick
 class Dialect(enum.Enum):
     """Whose request and answer shapes a route has."""
 

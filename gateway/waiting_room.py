@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from backends.errors import CallClosed
+from backends.quick_enum import quick
 from backends.types import EngineKind
 from gateway.attempts import Attempts
 from gateway.auth import bearer_of
@@ -98,6 +99,7 @@ class _Waiter:
             self.turn.set_exception(error)
 
 
+@quick
 class _Standing(enum.Enum):
     ROOM = "a rank has room"
     CROWDED = "all ranks are full"
