@@ -5,6 +5,7 @@ anything else: number spelling, key order and nested white space survive. Adding
 replacing writes the object again from its slices, each of which is copied as it is.
 """
 
+import functools
 import json
 import re
 from collections.abc import Collection, Mapping
@@ -14,7 +15,6 @@ import msgspec
 from backends.plain_ids import find_plain_ids
 
 _decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_WHITESPACE = b" \t\n\r"
 # An escaped lower-case letter or underscore, which nobody needs but to spell a known key in another way.
 _ESCAPED_LETTER = re.compile(rb"\\u00(?:5[fF]|6[1-9a-fA-F]|7[0-9aA])")
 # From here on, searching a body costs more than writing it again, and copying a field more than remembering it.
@@ -106,7 +106,7 @@ class JsonBody:
         if len(raw) >= _LARGE_BYTES and suspects and _equals_its_fields(raw, fields):
             return body
         if suspects and not _has_escaped_letters(raw):
-            suspects = [key for key in suspects if raw.count(b'"%b"' % key.encode()) > 1]
+            suspects = [key for key in suspects if _is_repeated(_quoted(key), raw)]
         if suspects:
             body._refuse_repeated(suspects)
         return body
@@ -150,10 +150,10 @@ class JsonBody:
         """
         if not changes:
             return [self.raw]
-        if not any(key in self.fields for key in changes):
-            added = b",".join(b'"%b":%b' % (key.encode(), value) for key, value in changes.items())
-            start = memoryview(self.raw)[: self.raw.rstrip(_WHITESPACE).rindex(b"}")]
-            return [start, b"," if self.fields else b"", added, b"}"]
+        if self.fields.keys().isdisjoint(changes):
+            added = b",".join([b'"%b":%b' % (key.encode(), value) for key, value in changes.items()])
+            start = memoryview(self.raw)[: self.raw.rindex(b"}")]
+            return [start, b",%b}" % added if self.fields else b"%b}" % added]
         pieces: list[bytes | memoryview] = []
         separator = b"{"
         merged: dict[str, msgspec.Raw | bytes] = {**self.fields, **changes}
@@ -161,6 +161,16 @@ class JsonBody:
             pieces += [separator, json.dumps(key, ensure_ascii=False).encode(), b":", memoryview(value)]
             separator = b","
         return [*pieces, b"}"]
+
+
+@functools.lru_cache(maxsize=256)
+def _quoted(key: str) -> bytes:
+    """A key as it stands in a body; asked for keys of the caller's, so that there are few."""
+    return b'"%b"' % key.encode()
+
+
+def _is_repeated(quoted: bytes, raw: bytes) -> bool:
+    return raw.find(quoted, raw.find(quoted) + 1) >= 0
 
 
 def _is_as_long_as_its_fields(raw: bytes, fields: Mapping[str, msgspec.Raw]) -> bool:

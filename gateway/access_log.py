@@ -347,7 +347,7 @@ def _name(text: str) -> str:
 
 
 def _quoted(text: str, limit: int = MAX_VALUE_CHARS) -> str:
-    if len(text) <= limit and _PLAIN.fullmatch(text):
+    if len(text) <= limit and ((text.isalnum() and text.isascii()) or _PLAIN.fullmatch(text)):
         return text
     return json.dumps(_shortened(text, limit)).replace("\x7f", "\\u007f")
 

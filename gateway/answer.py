@@ -53,10 +53,12 @@ _LOOK_AT_BYTES = 64 * 1024
 
 def passed_headers(head: AnswerHead) -> Headers:
     """The engine's headers that the client gets."""
-    named = {
-        token.strip().lower() for name, value in head.headers if name == b"connection" for token in value.split(b",")
-    }
-    return [h for h in head.headers if h[0] not in NOT_PASSED and h[0] not in named]
+    passed = [h for h in head.headers if h[0] not in NOT_PASSED]
+    lists = [value for name, value in head.headers if name == b"connection"]
+    if lists:
+        named = {token.strip().lower() for value in lists for token in value.split(b",")}
+        passed = [h for h in passed if h[0] not in named]
+    return passed
 
 
 class _Response(msgspec.Struct):
@@ -181,22 +183,24 @@ class StreamAnswer:
         if self._look is not None:
             self._look(block)
         block = self._ids.apply(block)
-        if self._last_events and b"[DONE]" in block[-_TAIL_BYTES:]:
+        has_done = b"[DONE]" in block[-_TAIL_BYTES:]
+        if has_done and self._last_events:
             # No end here, though a client may take it for one and miss an error behind it.
             block = b"".join(event for event in events(block) if data_of(event) != DONE_DATA)
+            has_done = b"[DONE]" in block[-_TAIL_BYTES:]
         self.events_seen += block.count(b"\n\n")
-        if (b"[DONE]" in block[-_TAIL_BYTES:] or b"data:" not in block) and self._is_end_only(block):
+        if (has_done or b"data:" not in block) and self._is_end_only(block):
             return block
         if self._last_events:
             block = self._until_last_event(block)
-        if not block:
-            return b""
+            if not block:
+                return b""
+            if _SUMS in block:
+                self._note_usage(block)
         self._before_last, self._last = self._last, block
-        if self._last_events and _SUMS in block:
-            self._note_usage(block)
         if _ERROR_EVENT in block:
             self._error_block = block
-        if _ABORT[0] in block or _ABORT[1] in block:
+        if b'"abort"' in block and (_ABORT[0] in block or _ABORT[1] in block):
             self._abort_block = block
         return block
 
@@ -319,10 +323,19 @@ class BodyAnswer:
         """Take one piece and return what can be sent on."""
         self.bytes_in += len(data)
         data = self._held + data if self._held else data
+        # All that is looked for begins with a quote, and long runs of numbers or of Base64 have none.
+        has_quotes = len(data) < _GATE_BYTES or b'"' in data
         held = self._ids.held(data)
         self._held = data[len(data) - held :] if held else b""
-        ready = self._ids.apply(data[: len(data) - held] if held else data)
-        self._look(ready, is_end=False)
+        if held:
+            data = data[: len(data) - held]
+        if has_quotes:
+            ready = self._ids.apply(data)
+            self._look(ready, is_end=False)
+        else:
+            ready = self._ids.apply_without_quotes(data)
+            self._look(ready[:_TAIL_BYTES], is_end=False)  # what began in the piece before ends here
+            self._tail = ready[-_TAIL_BYTES:]
         return ready
 
     def end(self) -> bytes:
@@ -333,12 +346,7 @@ class BodyAnswer:
         return rest
 
     def _look(self, data: bytes, *, is_end: bool) -> None:
-        """Look for aborts and token counts; what may go on in the next piece is looked at with that.
-
-        All of them begin with a quote, and long runs of numbers or of Base64 have none.
-        """
-        if len(data) >= _GATE_BYTES and b'"' not in data:
-            data = data[:_TAIL_BYTES]  # what began in the piece before ends here
+        """Look for aborts and token counts; what may go on in the next piece is looked at with that."""
         data = self._tail + data
         if not self._is_abort and (_ABORT[0] in data or _ABORT[1] in data):
             self._is_abort = True
@@ -362,10 +370,13 @@ class BodyAnswer:
 
 def unary_verdict(body: bytes, dialect: Dialect = Dialect.NATIVE) -> Verdict:
     """The verdict on a whole unary body with a 2xx status."""
-    outcome = Outcome.ABORTED if _ABORT[0] in body or _ABORT[1] in body else Outcome.COMPLETE
+    outcome = Outcome.COMPLETE
+    if b'"abort"' in body and (_ABORT[0] in body or _ABORT[1] in body):
+        outcome = Outcome.ABORTED
     if dialect is Dialect.RESPONSES and _FAILED_RESPONSE in body and _status_in(body) == "failed":
         outcome = Outcome.ENGINE_ERROR
-    return Verdict(outcome, True, usage_of([body[max(body.rfind(_SUMS), 0) :]]))
+    sums = body[body.rfind(_SUMS) :] if _SUMS in body else body  # the search from the end is the slower one
+    return Verdict(outcome, True, usage_of([sums]))
 
 
 def _status_in(body: bytes) -> str:

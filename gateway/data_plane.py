@@ -70,9 +70,13 @@ class AsgiDownstream:
             await self.start(status, headers)
             await self.finish(body)
 
+    def write_now(self, data: bytes) -> bool:
+        """See ``Downstream.write_now``."""
+        return self._cycle is not None and not self.is_gone and self._connection.write_piece(self._cycle, data)
+
     async def write(self, data: bytes) -> None:
         """See ``Downstream.write``."""
-        if not self.is_gone and (self._cycle is None or not self._connection.write_chunk(self._cycle, data)):
+        if not self.is_gone and not self.write_now(data):
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def finish(self, data: bytes = b"") -> None:

@@ -45,6 +45,9 @@ class Downstream(Protocol):
     async def answer(self, status: int, headers: Headers, body: bytes) -> None:
         """Send a whole answer; ``headers`` hold its ``content-length``."""
 
+    def write_now(self, data: bytes) -> bool:
+        """Send a piece of the body if that needs no waiting; ``False`` leaves all of it to ``write``."""
+
     async def write(self, data: bytes) -> None:
         """Send a piece of the body; does nothing once the client is gone."""
 

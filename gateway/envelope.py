@@ -170,7 +170,7 @@ def parse_envelope(
         raise InvalidRequest(str(exc), param=exc.key) from exc
     refuse_internal(body)
     is_stream = _is_stream(body, route)
-    if is_stream and body.text(FLAT_OUTPUT).lower() in _LAX_TRUE:
+    if is_stream and FLAT_OUTPUT in body.fields and body.text(FLAT_OUTPUT).lower() in _LAX_TRUE:
         raise InvalidRequest(f"{FLAT_OUTPUT} needs an answer in one piece, so not with stream", param=FLAT_OUTPUT)
     refuse_deadly(body, route)
     batch_size, prompt_tokens = _prompt(body, route)
@@ -197,6 +197,8 @@ def parse_envelope(
 
 
 def _is_stream(body: JsonBody, route: Route) -> bool:
+    if "stream" not in body.fields:
+        return False
     text = body.text("stream")
     if route.dialect is Dialect.NATIVE:
         return text == b"true"
@@ -204,7 +206,7 @@ def _is_stream(body: JsonBody, route: Route) -> bool:
 
 
 def _model(body: JsonBody) -> str | None:
-    text = body.text("model")
+    text = body.text("model") if "model" in body.fields else b""
     if not text:
         return None
     try:
@@ -225,7 +227,7 @@ def _public_ids(
     body: JsonBody, by_name: Mapping[bytes, bytes], batch_size: int | None, fallback_id: str
 ) -> tuple[str, tuple[str, ...]]:
     """The request's public id, and one for each item."""
-    text = body.text("rid")
+    text = body.text("rid") if "rid" in body.fields else b""
     header_id = request_id_of(by_name)
     if text.startswith(b"["):
         return header_id or fallback_id, _listed_ids(text, batch_size)
@@ -271,16 +273,17 @@ def _prompt(body: JsonBody, route: Route) -> tuple[int | None, int]:
 
 
 def _native_prompt(body: JsonBody) -> tuple[int | None, int]:
+    fields = body.fields
     tokens = body.id_counts.get("input_ids", 0)
-    ids = b"" if tokens else body.text("input_ids")
-    text = body.text("text")
+    ids = b"" if tokens or "input_ids" not in fields else body.text("input_ids")
+    text = body.text("text") if "text" in fields else b""
     if ids.startswith(b"["):
         tokens = _commas(ids) + 1
     if text:
         return (_count(text) if text.startswith(b"[") else None), tokens
     if _LIST_OF_LISTS.match(ids):
         return _count(ids), tokens
-    embeddings = body.text("input_embeds")
+    embeddings = body.text("input_embeds") if "input_embeds" in fields else b""
     if embeddings and not tokens and not ids and re.match(rb"\[\s*\[\s*\[", embeddings):
         return _count(embeddings), 0
     return None, tokens
@@ -301,6 +304,8 @@ def _count(text: bytes) -> int:
 def _samples(body: JsonBody, route: Route) -> int:
     """``n`` where it can be read, in any of the spellings that the engines take; they judge what cannot."""
     if route.dialect is not Dialect.NATIVE:
+        if "n" not in body.fields:
+            return 1
         match = _LAX_COUNT.fullmatch(body.text("n"))
         if match is None:
             return 1
@@ -322,7 +327,7 @@ def _passed(headers: Headers) -> Headers:
     """The headers that go on to the engine."""
     passed = [h for h in headers if h[0] in PASSED_HEADERS or h[0].startswith(PASSED_HEADER_PREFIX)]
     for name, value in passed:
-        if _LINE_BREAK.search(name + value):
+        if b"\n" in value or b"\r" in value or b"\0" in value or _LINE_BREAK.search(name):
             where = name.decode("latin-1")
             raise InvalidRequest(f"the header {where!r} holds a line break or NUL", param=where)
     return passed

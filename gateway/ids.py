@@ -59,15 +59,21 @@ class IdMap(Protocol):
     def apply(self, block: bytes) -> bytes:
         """Rewrite a block of whole events, or a whole body."""
 
+    def apply_without_quotes(self, block: bytes) -> bytes:
+        """Rewrite a long piece of a body in which there is no quote, so that ids can only stand at its ends."""
+
     def held(self, data: bytes) -> int:
         """How many bytes at the end of ``data`` may be the beginning of an id and must wait for what follows."""
 
 
 def _held_suffix(data: bytes, pattern: bytes) -> int:
     """Length of the longest end of ``data`` that ``pattern`` begins with, the whole pattern excluded."""
-    for size in range(min(len(pattern) - 1, len(data)), 0, -1):
-        if data.endswith(pattern[:size]):
-            return size
+    tail = data[1 - len(pattern) :]
+    at = tail.find(pattern[:1])
+    while at >= 0:
+        if pattern.startswith(tail[at:]):
+            return len(tail) - at
+        at = tail.find(pattern[:1], at + 1)
     return 0
 
 
@@ -83,13 +89,19 @@ class SingleId:
 
     def apply(self, block: bytes) -> bytes:
         """Rewrite a block; see ``IdMap``."""
-        if len(block) >= _GATE_BYTES and b'"' not in block:
-            # A run of numbers or of Base64: an id stands in a string of its own, of which a piece of a body may hold
-            # the end or the beginning. One byte is found many times sooner than an id.
-            engine = self._engine
-            if block.find(engine, 0, _EDGE_BYTES) < 0 and block.find(engine, len(block) - _EDGE_BYTES) < 0:
-                return block
+        if len(block) >= _GATE_BYTES and b'"' not in block:  # one byte is found many times sooner than an id
+            return self.apply_without_quotes(block)
         return block.replace(self._engine, self._public)
+
+    def apply_without_quotes(self, block: bytes) -> bytes:
+        """Rewrite a run of numbers or of Base64; see ``IdMap``.
+
+        An id stands in a string of its own, of which a piece of a body may hold the end or the beginning.
+        """
+        engine = self._engine
+        if block.find(engine, 0, _EDGE_BYTES) < 0 and block.find(engine, max(len(block) - _EDGE_BYTES, 0)) < 0:
+            return block
+        return block.replace(engine, self._public)
 
     def held(self, data: bytes) -> int:
         """Bytes that must wait; see ``IdMap``."""
@@ -122,6 +134,8 @@ class BatchIds:
         if self._common not in block:
             return block
         return self._pattern.sub(self._replaced, block)
+
+    apply_without_quotes = apply
 
     def _replaced(self, match: re.Match[bytes]) -> bytes:
         found = match[0]
@@ -173,6 +187,8 @@ class ChildIds:
             index = indices[-1 if b'"meta_info"' in event else 0] if indices else b""
             rewritten.append(_EVENT_ID.sub(functools.partial(self._replaced, index=index), event))
         return b"".join(rewritten)
+
+    apply_without_quotes = apply
 
     def _replaced(self, match: re.Match[bytes], index: bytes) -> bytes:
         child = match[2]

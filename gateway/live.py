@@ -60,7 +60,8 @@ class LiveRequests:
     def name(self, request: LiveRequest, public_id: str, item_ids: tuple[str, ...]) -> None:
         """The ids of ``request`` are known."""
         self._by_id.setdefault(public_id, []).append((request, None))
-        self.name_items(request, tuple(item_id for item_id in item_ids if item_id != public_id))
+        if item_ids != (public_id,):
+            self.name_items(request, tuple(item_id for item_id in item_ids if item_id != public_id))
 
     def name_items(self, request: LiveRequest, item_ids: tuple[str, ...]) -> None:
         """The ids of parts of ``request`` are known."""
@@ -78,7 +79,9 @@ class LiveRequests:
             self._empty.set()
             self._empty = None
         for public_id in ids:
-            entries = self._by_id.pop(public_id, ())
+            entries = self._by_id.pop(public_id, None)
+            if entries is None or (len(entries) == 1 and entries[0][0] is request):
+                continue
             if left := [entry for entry in entries if entry[0] is not request]:
                 self._by_id[public_id] = left
 

@@ -132,31 +132,32 @@ class ConnectionProtocol(HttpToolsProtocol):
             or cycle.scope["method"] == "HEAD"
         ):
             return False
-        lines = [b"%b: %b\r\n" % header for header in (*self.server_state.default_headers, *headers)]
-        head = b"".join([STATUS_LINE[status], *lines])
-        if head.count(b"\n") != len(lines) + 1 or head.count(b"\r") != len(lines) + 1 or b"\0" in head:
+        lines = [*map(b": ".join, self.server_state.default_headers), *map(b": ".join, headers)]
+        head = b"\r\n".join(lines)
+        breaks = len(lines) - 1
+        if head.count(b"\n") != breaks or head.count(b"\r") != breaks or b"\0" in head:
             return False  # uvicorn raises
         cycle.response_started = cycle.response_complete = True
         if len(body) < JOIN_BODY_BELOW_BYTES:
-            self.transport.write(b"%b\r\n%b" % (head, body))
+            self.transport.write(b"%b%b\r\n\r\n%b" % (STATUS_LINE[status], head, body))
         else:
-            self.transport.writelines([head, b"\r\n", body])
+            self.transport.writelines([STATUS_LINE[status], head, b"\r\n\r\n", body])
         cycle.message_event.set()
         cycle.on_response()
         return True
 
-    def write_chunk(self, cycle: RequestResponseCycle, data: bytes) -> bool:
-        """Write one chunk of a chunked body that has begun; ``False`` if that is for uvicorn to do."""
-        if (
-            not data
-            or not cycle.chunked_encoding
-            or cycle.response_complete
-            or cycle.disconnected
-            or self.flow.write_paused
-            or cycle.scope["method"] == "HEAD"
-        ):
+    def write_piece(self, cycle: RequestResponseCycle, data: bytes) -> bool:
+        """Write a piece of a body that has begun and goes on; ``False`` if that is for uvicorn to do."""
+        size = len(data)
+        if not size or cycle.response_complete or cycle.disconnected or self.flow.write_paused:
             return False
-        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        if cycle.chunked_encoding:  # never true of an answer to HEAD
+            cycle.transport.write(b"%x\r\n%b\r\n" % (size, data))
+            return True
+        if size > cycle.expected_content_length or cycle.scope["method"] == "HEAD":
+            return False
+        cycle.expected_content_length -= size
+        cycle.transport.write(data)
         return True
 
     # uvicorn and asyncio callbacks

@@ -76,6 +76,8 @@ _LONG_NUMBER = re.compile(rb"\d{10,}")
 # Long numbers are found by one search for ten equal digits, a tenth of what a pattern costs on a long prompt.
 _ALL_DIGITS_ALIKE = bytes.maketrans(b"123456789", b"000000000")
 _TEN_DIGITS = b"0" * 10
+# The same, and whatever makes a list of ids worth a closer look.
+_KINDS = bytes.maketrans(b'123456789"-\\eE', b"000000000xxxxx")
 # Long lists are looked through with numpy, in parts that stay in a core's cache.
 _NUMPY_BYTES = 32 * 1024
 _IDS_ONLY = frozenset({"input_ids", "label_token_ids"})
@@ -114,9 +116,8 @@ def refuse_internal(body: JsonBody) -> None:
         InvalidRequest: Names the field.
     """
     for name in body.fields:
-        is_internal = name in INTERNAL_FIELDS or name.startswith(INTERNAL_PREFIX)
         # null is as good as absent, and clients that dump whole dataclasses send it
-        if is_internal and body.text(name):
+        if (name in INTERNAL_FIELDS or name.startswith(INTERNAL_PREFIX)) and body.text(name):
             raise InvalidRequest(f"the field {name!r} is internal routing state and not a client's to set", param=name)
 
 
@@ -154,14 +155,15 @@ def refuse_deadly(body: JsonBody, route: Route) -> None:
     Raises:
         InvalidRequest: Names the field.
     """
-    if body.text("custom_labels") not in (b"", b"{}"):
+    fields = body.fields
+    if "custom_labels" in fields and body.text("custom_labels") not in (b"", b"{}"):
         raise InvalidRequest("'custom_labels' is not passed on", param="custom_labels")
-    if route.dialect is Dialect.NATIVE:
+    if "text" in fields and route.dialect is Dialect.NATIVE:
         _refuse_empty(body.text("text"), "text", is_alone_empty=True)
-    if route.dialect is Dialect.COMPLETIONS:
+    if "prompt" in fields and route.dialect is Dialect.COMPLETIONS:
         _refuse_empty(body.text("prompt"), "prompt", is_alone_empty=False)
     for name in _PROMPT_FIELDS.get(route.path, _INPUT_IDS):
-        if name in body.id_counts:
+        if name not in fields or name in body.id_counts:
             continue
         ids = body.text(name)
         if ids.startswith(b"["):
@@ -169,7 +171,7 @@ def refuse_deadly(body: JsonBody, route: Route) -> None:
     if route.path == "/v1/score" and _is_empty(body.text("query")) and _has_empty_item(body.text("items")):
         raise InvalidRequest("'query' is empty and so is one of 'items'", param="items")
     field = _TOP_LOGPROBS.get(route.dialect, "")
-    if field in body.fields and _largest(body.text(field)) > MAX_TOP_LOGPROBS:
+    if field in fields and _largest(body.text(field)) > MAX_TOP_LOGPROBS:
         raise InvalidRequest(f"{field!r} is {MAX_TOP_LOGPROBS} at most", param=field)
 
 
@@ -181,6 +183,10 @@ def _refuse_empty(text: bytes, name: str, *, is_alone_empty: bool) -> None:
 
 def _refuse_impossible_ids(ids: bytes, name: str) -> None:
     """Refuse ids that no vocabulary has; by searches for bytes, since a long prompt is not to be parsed."""
+    if len(ids) < _NUMPY_BYTES:  # one walk for most lists, which are nothing but short numbers
+        kinds = ids.translate(_KINDS)
+        if b"x" not in kinds and _TEN_DIGITS not in kinds:
+            return
     if b'"' in ids and name not in _IDS_ONLY:
         _refuse_ids_among_texts(ids, name)
     elif b"-" in ids or b"\\" in ids:  # a number in a string may be one to the engine, in whatever spelling
@@ -248,7 +254,11 @@ def refuse_oversized_logprobs(body: JsonBody, prompt_tokens: int, max_response_b
     Raises:
         InvalidRequest: Says how large.
     """
-    if not body.text("top_logprobs_num") or body.text("return_logprob") != b"true":
+    if (
+        "top_logprobs_num" not in body.fields
+        or not body.text("top_logprobs_num")
+        or body.text("return_logprob") != b"true"
+    ):
         return
     try:
         wanted = msgspec.convert(

@@ -11,6 +11,7 @@ from backends.base import NO_CHANGES
 from backends.control import bearer, get_body, get_status
 from backends.errors import CallEnded, IdentifyFailed, UpstreamError
 from backends.json_body import JsonBody
+from backends.quick_enum import quick
 from backends.sglang.metadata import facts_from
 from backends.sse import DONE_DATA
 from backends.types import EngineFacts, EngineIds, ProbeResult, Worker
@@ -19,6 +20,7 @@ from backends.upstream.base import Headers, UpstreamClient, UpstreamRequest
 _RESPONSE_PREFIX = "resp_"
 
 
+@quick
 class _Style(enum.Enum):
     """How a route takes the id of a request."""
 
@@ -28,6 +30,8 @@ class _Style(enum.Enum):
     RESPONSE = "request_id: resp_ and the id"
 
 
+_JSON_ACCEPTED = (b"accept", b"application/json")
+_EVENTS_ACCEPTED = (b"accept", b"text/event-stream")
 # Routes that are not here take no id.
 _STYLES = {
     "/generate": _Style.LIST,
@@ -86,15 +90,19 @@ class SGLangBackend:
     ) -> UpstreamRequest:
         """Build the request of one leg: the client's bytes with our id, and the rank if one was chosen."""
         style = _STYLES.get(path.partition("?")[0])
-        fields = {**changes, **_id_field(style, ids)}
+        fields = _id_field(style, ids)
+        if changes:
+            fields = {**changes, **fields}
         if "rid" in body.fields:  # whatever the route does with it: a client's id never reaches the engine
             fields.setdefault("rid", orjson.dumps(ids.sent[0]))
-        sent = [*headers, (b"accept", b"text/event-stream" if is_stream else b"application/json")]
+        sent = [*headers, _EVENTS_ACCEPTED if is_stream else _JSON_ACCEPTED]
         if dp_rank is not None and style is None:
             sent.append((b"x-data-parallel-rank", b"%d" % dp_rank))
         elif dp_rank is not None:
             fields["routed_dp_rank"] = b"%d" % dp_rank
-        return UpstreamRequest("POST", path, [*sent, *bearer(worker.api_key)], body.with_fields(fields))
+        if worker.api_key is not None:
+            sent += bearer(worker.api_key)
+        return UpstreamRequest("POST", path, sent, body.with_fields(fields))
 
     def shows_output(self, event_data: bytes) -> bool:
         """Every event but the end marker: nothing of a pair depends on it here."""

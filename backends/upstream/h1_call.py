@@ -104,7 +104,9 @@ class H1Call:
         while self._head is None:
             if self._error is not None:
                 raise self._error
-            await self._wait()
+            await self._next_read()
+            if self._interrupted:
+                self._tell_interrupted()
         return self._head
 
     async def read(self) -> bytes:
@@ -116,29 +118,28 @@ class H1Call:
                 raise self._error
             if self._finished:
                 return b""
-            await self._wait()
+            await self._next_read()
+            if self._interrupted:
+                self._tell_interrupted()
         parts = self._parts
-        if len(parts) > 1 and len(parts[0]) >= JOIN_BELOW_BYTES:
+        if len(parts) == 1:
+            data = parts.pop()
+        elif len(parts[0]) >= JOIN_BELOW_BYTES:
             data = parts.pop(0)
         else:
-            data = parts[0] if len(parts) == 1 else b"".join(parts)
-            self._parts = []
-        was_full = self._buffered_bytes >= PAUSE_READING_BYTES
-        self._buffered_bytes -= len(data)
-        if was_full and self._buffered_bytes < PAUSE_READING_BYTES and self._connection is not None:
+            data = b"".join(parts)
+            parts.clear()
+        before = self._buffered_bytes
+        self._buffered_bytes = left = before - len(data)
+        if before >= PAUSE_READING_BYTES and left < PAUSE_READING_BYTES and self._connection is not None:
             self._connection.resume_reading()
         return data
 
-    async def _wait(self) -> None:
-        self._reader = asyncio.current_task()
+    def _next_read(self) -> asyncio.Future[None]:
+        """What ends when anything has happened. A method that awaited it would cost every event a coroutine."""
+        self._reader = asyncio.current_task(self._loop)
         self._waiter = waiter = self._loop.create_future()
-        try:
-            await waiter
-        finally:
-            if self._waiter is waiter:
-                self._waiter = None
-        if self._interrupted:
-            self._tell_interrupted()
+        return waiter
 
     def _tell_interrupted(self) -> None:
         if self._interrupted is True or self._interrupted is asyncio.current_task():
@@ -186,7 +187,9 @@ class H1Call:
         """One read from the socket has been taken apart: wake the waiter, or pause the worker."""
         if self._buffered_bytes >= PAUSE_READING_BYTES and self._connection is not None:
             self._connection.pause_reading()
-        self._wake()
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     def on_complete(self) -> None:
         """The answer is complete and the connection no longer belongs to this call."""

@@ -14,16 +14,15 @@ def request_head(origin: Origin, request: UpstreamRequest) -> bytes:
     Raises:
         RequestUnsendable: A line break or NUL in a header, or anything but visible ASCII in the request line.
     """
-    parts = [_first_lines(origin, request.method, request.path)]
-    parts += [b"%b: %b\r\n" % header for header in request.headers]
     length = sum(map(len, request.body))
+    lines = [_first_lines(origin, request.method, request.path), *map(b": ".join, request.headers)]
     if length or request.method != "GET":
-        parts.append(b"content-length: %d\r\n" % length)
-    head = b"".join(parts)
-    lines = len(parts) + 1
-    if head.count(b"\n") != lines or head.count(b"\r") != lines or b"\0" in head:
+        lines.append(b"content-length: %d" % length)
+    head = b"\r\n".join(lines)
+    breaks = len(lines)  # the first of them is two lines
+    if head.count(b"\n") != breaks or head.count(b"\r") != breaks or b"\0" in head:
         raise RequestUnsendable("a header holds a line break or NUL")
-    return head + b"\r\n"
+    return head + b"\r\n\r\n"
 
 
 @functools.lru_cache(maxsize=1024)
@@ -32,4 +31,4 @@ def _first_lines(origin: Origin, method: str, path: str) -> bytes:
     line = f"{method} {origin.path_prefix}{path} HTTP/1.1"
     if not line.isascii() or not line.isprintable() or line.count(" ") != 2:
         raise RequestUnsendable("the request line holds a space or a character that is not visible ASCII")
-    return f"{line}\r\nhost: {origin.authority}\r\n".encode()
+    return f"{line}\r\nhost: {origin.authority}".encode()
