@@ -141,9 +141,14 @@ class AnswerRelay:
 
     async def write(self, data: bytes) -> None:
         """Send a piece of the body."""
-        self.silent_since = None
+        if not self._write_now(data):
+            await self._downstream.write(data)
+
+    def _write_now(self, data: bytes) -> bool:
+        """Send a piece of the body if that needs no waiting; where it does, count it as sent all the same."""
+        self.silent_since = None  # it is the client's turn
         self.bytes_out += len(data)
-        await self._downstream.write(data)
+        return self._downstream.write_now(data)
 
     async def finish(self, data: bytes) -> None:
         """Send the last piece of the body."""
@@ -184,9 +189,7 @@ class AnswerRelay:
         read = functools.partial(self._read, placed) if self.keepalive_s else call.read
         try:
             while not call.is_complete:
-                if block:
-                    self.silent_since = None  # it is the client's turn
-                    self.bytes_out += len(block)
+                if block and not self._write_now(block):
                     await self._downstream.write(block)
                 placed.member.last_byte_at = self.silent_since = self._clock()
                 block = answer.feed(await read())
@@ -200,8 +203,7 @@ class AnswerRelay:
             if block:
                 await self.write(block)
             return await self._cut(answer, AnswerBroken(verdict.message))
-        self.bytes_out += len(block)
-        await self._downstream.finish(block)
+        await self.finish(block)
         return self.with_rank(placed, verdict, answer.last_block)
 
     async def _cut(self, answer: StreamAnswer, error: UpstreamError) -> Verdict:
@@ -354,14 +356,12 @@ class AnswerRelay:
                 ready = answer.feed(data)
                 if answer.bytes_in > self._limits.max_response_bytes:
                     raise AnswerTooLarge(self._limits.max_response_bytes)
-                if ready:
-                    await self.write(ready)
+                if ready and not self._write_now(ready):
+                    await self._downstream.write(ready)
         except UpstreamError as exc:
             self._downstream.abort()
             return Verdict(Outcome.TRUNCATED, False, Usage(), str(exc))
-        rest = answer.end()
-        self.bytes_out += len(rest)
-        await self._downstream.finish(rest)
+        await self.finish(answer.end())
         return answer.verdict()
 
     # Errors.
