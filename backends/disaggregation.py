@@ -283,13 +283,15 @@ class PairMachine:
         self._has_output, self._dues.lease = True, None
         self._hold(event.block)
         self._await_prefill(event.at)
-        ended: list[pair.Command] = [pair.EndLeg(_DECODE)]
-        return ended if self._is_gated else ended + self._pass_held()
+        return [pair.EndLeg(_DECODE), *([] if self._is_gated else self._pass_held())]
 
     def _on_decode_failed(self, event: pair.DecodeFailed) -> list[pair.Command]:
         if self._state is PairState.ENDED or not (self._decode_is_live or self._decode_is_wanted):
             return []
-        ended: list[pair.Command] = [pair.EndLeg(_DECODE)] if self._decode_is_live else self._leave_handoff()
+        ended: list[pair.Command] = [pair.EndLeg(_DECODE)] if self._decode_is_live else []
+        # A decode worker that refuses the request lets its blocks go.
+        if self._handoff and not self._has_output and (self._decode_is_wanted or event.failure.status >= 500):
+            ended.append(pair.Simple.ABANDONED)
         self._decode_is_live = self._decode_is_wanted = False
         failure = CALLED_OFF if self._is_called_off else event.failure
         return ended + self._let_prefill_go(event.at, Cause.SIBLING_FAILED) + self._fail(failure)
@@ -339,8 +341,7 @@ class PairMachine:
 
     def _on_cancelled(self, event: pair.Cancelled) -> list[pair.Command]:
         if self._state is PairState.ENDED:
-            is_shutdown = event.cause is Cause.SHUTDOWN
-            return self._let_prefill_go(event.at, event.cause) if is_shutdown else []
+            return self._let_prefill_go(event.at, event.cause) if event.cause is Cause.SHUTDOWN else []
         self.cause = event.cause
         commands = self._stop_decode(event.cause) + self._leave_handoff()
         self._enter_end()

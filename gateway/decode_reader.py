@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from backends.errors import AnswerBroken, AnswerMalformed
 from backends.leg import Leg
 from backends.sse import DONE_DATA, EventCutter, data_of, events
@@ -28,6 +30,7 @@ JSON = "application/json"
 _FINISHED = re.compile(rb'"finish_reason":\s*["{]')
 _ERROR = re.compile(rb'data: ?\{"error"')
 _ABORT = re.compile(rb'"finish_reason":\s*(?:"abort"|\{"type":\s*"abort")')
+_items = msgspec.json.Decoder(list[msgspec.Raw])
 _ENDED_BADLY = frozenset({Outcome.ENGINE_ERROR, Outcome.ABORTED})
 
 
@@ -113,6 +116,10 @@ class DecodeReader:
         raise AnswerMalformed(f"content type {head.content_type!r} with status {head.status}")
 
     def _judged(self, body: bytes) -> bytes:
+        if self._wants.dialect is Dialect.NATIVE and not self._leg.was_called_off and _ABORT.search(body):
+            items = _items.decode(body) if body.lstrip().startswith(b"[") else [body]
+            if refusal := next(filter(None, (refusal_in(bytes(item)) for item in items)), None):
+                raise refusal
         self.verdict = unary_verdict(body, self._wants.dialect)
         if self.verdict.outcome in _ENDED_BADLY and not self._leg.was_called_off:
             raise EndedByEngine(body, self.verdict)

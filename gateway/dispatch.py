@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from backends.errors import (
     AnswerBroken,
@@ -15,7 +16,7 @@ from gateway.answer import Verdict
 from gateway.attempts import Attempts, Failure
 from gateway.downstream import ClientRequest
 from gateway.envelope import Envelope
-from gateway.errors import ENGINE_DIED, EngineRefused, ErrorReport, GatewayError, report_of
+from gateway.errors import ENGINE_DIED, RETRY_AFTER_S, EngineRefused, ErrorReport, GatewayError, report_of
 from gateway.outcome import Outcome
 from gateway.pair_failure import PairFailed
 from gateway.pair_placement import needs_one_worker
@@ -140,7 +141,7 @@ class Dispatch:
             has_begun: The client has got something, so that nothing can be tried again.
 
         Raises:
-            GatewayError: Two workers died under it.
+            GatewayError: Two workers died under it, or the only one that there was.
         """
         member = placed.blamed(error)
         worker = member.worker
@@ -162,7 +163,11 @@ class Dispatch:
             raise GatewayError(ENGINE_DIED) from error
         is_wanted = not self._is_stopped() and not any(leg.was_called_off for leg in placed.legs)
         is_open = is_wanted and not has_begun and not self._services.is_draining
-        return may_retry and is_open and self._services.waiting.is_hopeful(self.wanted)
+        if may_retry and is_open and self._services.waiting.is_hopeful(self.wanted):
+            return True
+        if failure is Failure.DIED and not has_begun and report.status == 502:  # a pair whose answer broke off
+            raise GatewayError(replace(report, status=503, type="unavailable", retry_after_s=RETRY_AFTER_S)) from error
+        return False
 
     async def _failure(self, member: Member, error: Exception, report: ErrorReport) -> Failure:
         cause = cause_of(error)
@@ -203,7 +208,10 @@ class Dispatch:
             self._services.fleet.succeeded(member)
         for other in placed.members:
             if other is not member:
-                other.breaker.released()
+                if placed.has_done_its_part(other):
+                    self._services.fleet.succeeded(other)
+                else:
+                    other.breaker.released()
 
 
 def cause_of(error: Exception) -> Exception:

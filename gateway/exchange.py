@@ -212,7 +212,7 @@ class Exchange:
             max_response_bytes=services.limits.max_response_bytes,
         )
         self._public_id = envelope.public_id
-        self._relay.headers = [(b"x-request-id", envelope.header_id)]  # until it is placed
+        self._relay.identity = lambda: [(b"x-request-id", envelope.header_id)]  # until it is placed
         services.live.name(self, envelope.public_id, envelope.item_ids)
         if envelope.worker_id is not None and not request.is_admin:
             raise InvalidRequest("x-forebay-worker needs the admin API key", param="x-forebay-worker", status=403)
@@ -228,7 +228,6 @@ class Exchange:
                 await services.waiting.wait(self, dispatch.wanted, self._place)
             placed = self._placed
             assert placed is not None
-            self._engine_ids += placed.sent_ids
             if placed.sample_ids and not self._sample_ids:
                 self._sample_ids = placed.sample_ids
                 services.live.name_items(self, self._sample_ids)
@@ -246,7 +245,10 @@ class Exchange:
     def _place(self) -> None:
         """Choose a rank and send; called as the request comes, or when it is its turn."""
         assert self._dispatch is not None
-        self._placed = self._dispatch.place()
+        placed, before = self._dispatch.place(), self._placed
+        if before is not None:
+            self._engine_ids += before.sent_ids
+        self._placed = placed
 
     def _is_stopped(self) -> bool:
         return self._cause is not None
@@ -273,7 +275,7 @@ class Exchange:
         if not self._public_id:
             header = self._request.by_name.get(b"x-request-id", b"")[:256].decode("latin-1")
             self._public_id = header if header and header.isprintable() else self._services.new_id()
-            self._relay.headers = [(b"x-request-id", header_value(self._public_id))]
+            self._relay.identity = lambda: [(b"x-request-id", header_value(self._public_id))]
         return self._public_id
 
     async def _finish(self) -> None:
@@ -316,7 +318,7 @@ class Exchange:
                 status=status,
                 outcome=outcome,
                 request_id=self._public_id or None,
-                engine_ids=tuple(self._engine_ids),
+                engine_ids=(*self._engine_ids, *(placed.sent_ids if placed else ())),
                 worker=placed.worker_id if placed else None,
                 dp_rank=placed.dp_rank if placed else None,
                 prefill_worker=prefill.member.worker.id if prefill else None,

@@ -102,6 +102,10 @@ class PairAttempt:
         is_prefills = isinstance(error, PairFailed) and error.failure.part is Part.PREFILL
         return self.prefill.member if is_prefills else self.member
 
+    def has_done_its_part(self, member: Member) -> bool:
+        """Whether a worker other than the one that is judged has done what it was asked for: prefill, if all of it."""
+        return member is self.prefill.member and all(run.prefill_is_done for run in self.runs)
+
     def cancel(self, cause: Cause) -> None:
         """Nobody waits for the answer any more."""
         for seat in (self.prefill, self.decode):

@@ -14,7 +14,8 @@ from gateway.expand import pair_choice_changes, pair_obstacle
 from gateway.fold_choice import can_fold, fold_maker
 from gateway.pair_attempt import PairAttempt, Turns
 from gateway.pair_legs import PairLegs, PairRequest, seat_of
-from gateway.pair_run import PairPlan, PairRun
+from gateway.pair_plan import PairPlan
+from gateway.pair_run import PairRun
 from gateway.prompt_logprobs import asks_prompt_logprobs
 from gateway.prompts import Prompt
 from gateway.routes import Route

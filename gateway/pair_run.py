@@ -9,29 +9,26 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from backends import pair_events as pair
-from backends.cancel_policy import abort_capability
-from backends.disaggregation import PairMachine
 from backends.errors import AnswerMalformed, CallEnded, ConnectFailed, UpstreamError
 from backends.leg import Leg
 from backends.leg_events import Cause
-from backends.pair_types import Overlap, PairState, Part, PrefillState, pair_capability
+from backends.pair_types import Failure, PairState, Part, PrefillState
 from backends.prefill_events import PrefillReader, PromptReport
 from backends.types import EngineKind
 from backends.upstream.base import AnswerHead
 from backends.vllm.pd import handoff_in
 from gateway.answer import Verdict
-from gateway.decode_reader import EVENT_STREAM, JSON, DecodeReader, DecodeWants
+from gateway.decode_reader import EVENT_STREAM, JSON, DecodeReader
 from gateway.errors import GatewayError
 from gateway.pair_failure import EndedByEngine, failure_of
 from gateway.pair_legs import PairLegs
-from gateway.routes import Dialect
+from gateway.pair_plan import PairPlan, new_machine
 from gateway.services import Services
 from gateway.unary import refusal_of
 from routers.errors import RoutingError
-from routers.types import Placement
 
 logger = logging.getLogger("forebay.pairs")
 
@@ -39,40 +36,6 @@ logger = logging.getLogger("forebay.pairs")
 QUEUE_LIMIT_BYTES = 256 * 1024
 
 Output = pair.Pass | pair.Finish | pair.Fail
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairPlan:
-    """What a run needs to know beside its legs.
-
-    Attributes:
-        wants: How decode's answer is read.
-        keeps_logprobs: The client wants what prefill tells of the prompt.
-        find_decode: Chooses another decode rank for a handoff whose worker could not be reached.
-        public_id: For the log.
-    """
-
-    wants: DecodeWants
-    keeps_logprobs: bool
-    find_decode: Callable[[PairLegs], Placement]
-    public_id: str
-
-
-def _machine(services: Services, legs: PairLegs, plan: PairPlan) -> PairMachine:
-    """The machine of a run.
-
-    SGLang's native streams begin with headers at once. On its other routes headers wait for the first output (0.5.23),
-    and prefill has none before decode is there: so there both are sent at once, and headers tell nothing.
-    """
-    facts, times, overlap = legs.prefill.facts, services.limits.pair_times, services.limits.overlap
-    if plan.wants.dialect is not Dialect.NATIVE:
-        times, overlap = replace(times, header_timeout_s=0.0), Overlap.IMMEDIATE
-    return PairMachine(
-        pair_capability(facts.engine, abort_capability(facts.engine, facts.version)),
-        times,
-        overlap=overlap,
-        waits_for_prefill=plan.keeps_logprobs,
-    )
 
 
 class PairRun:
@@ -99,7 +62,7 @@ class PairRun:
         self._plan = plan
         self._on_output = on_output
         self._keeper = services.aborter
-        self._machine = _machine(services, legs, plan)
+        self._machine = new_machine(services, legs, plan)
         self._loop = asyncio.get_running_loop()
         self._legs_by_part: dict[Part, Leg] = {}
         self._inbox: list[pair.Event] = []
@@ -141,6 +104,11 @@ class PairRun:
     def is_ended(self) -> bool:
         """The client has its end, or is gone."""
         return self._machine.state is PairState.ENDED
+
+    @property
+    def prefill_is_done(self) -> bool:
+        """Prefill's answer has ended well."""
+        return self._machine.prefill is PrefillState.DONE
 
     @property
     def was_called_off(self) -> bool:
@@ -224,7 +192,7 @@ class PairRun:
         if command is pair.Simple.DETACH_PREFILL:
             self._services.tails.add(self)
         elif command is pair.Simple.ABANDONED:
-            self._lost_handoff()
+            self._services.metrics.handoff_abandoned()
         else:
             if self._timer is not None:
                 self._timer.cancel()
@@ -247,12 +215,14 @@ class PairRun:
         seat = self.legs.prefill if part is Part.PREFILL else self.legs.decode
         return seat.member.is_paused
 
-    def _lost_handoff(self) -> None:
-        self._services.metrics.handoff_abandoned()
-        self._abandoned()
+    def _failure(self, error: Exception, part: Part) -> Failure:
+        """What has ended a leg, which a client waits for whatever it is."""
+        if not isinstance(error, UpstreamError | GatewayError | EndedByEngine):
+            logger.error("request %s: %s failed here", self._plan.public_id, part, exc_info=error)
+        return failure_of(error, part)
 
     def _abandoned(self) -> None:
-        """Decode has not taken over what prefill had for it; counted by whoever noticed."""
+        """Decode was kept so that it takes over what prefill had for it, and has not; counted by whoever noticed."""
         prefill, decode = self.legs.prefill.member.worker.id, self.legs.decode.member.worker.id
         self._services.pairs.health.abandoned(prefill, decode, self._keeper.now())
 
@@ -270,9 +240,8 @@ class PairRun:
     def _send_prefill(self, command: pair.SendPrefill) -> None:
         try:
             leg = self._legs_by_part[Part.PREFILL] = self.legs.send_prefill(command.number, self._abandoned)
-        except Exception as exc:
-            logger.exception("request %s: prefill could not be sent", self._plan.public_id)
-            self._report(pair.PrefillFailed(self._keeper.now(), failure_of(exc, Part.PREFILL)))
+        except Exception as exc:  # noqa: BLE001 -- it is logged where it is told apart
+            self._report(pair.PrefillFailed(self._keeper.now(), self._failure(exc, Part.PREFILL)))
             return
         self._services.tails.read(self._read_prefill(leg), f"prefill {leg.worker.id}")
 
@@ -281,8 +250,8 @@ class PairRun:
             event = await self._prefill_answer(leg)
         except CallEnded:
             return
-        except (UpstreamError, GatewayError) as exc:
-            self._report(pair.PrefillFailed(self._keeper.now(), failure_of(exc, Part.PREFILL)))
+        except Exception as exc:  # noqa: BLE001 -- it is logged where it is told apart
+            self._report(pair.PrefillFailed(self._keeper.now(), self._failure(exc, Part.PREFILL)))
         else:
             self._report(event)
 
@@ -315,11 +284,10 @@ class PairRun:
     def _send_decode(self, command: pair.SendDecode) -> None:
         try:
             leg = self.legs.send_decode(command.handoff, self._abandoned, is_release=command.is_release)
-        except Exception as exc:
-            logger.exception("request %s: decode could not be sent", self._plan.public_id)
+        except Exception as exc:  # noqa: BLE001 -- it is logged where it is told apart
             if command.is_release:
-                self._lost_handoff()
-            self._report(pair.DecodeFailed(self._keeper.now(), failure_of(exc, Part.DECODE)))
+                self._services.metrics.handoff_abandoned()
+            self._report(pair.DecodeFailed(self._keeper.now(), self._failure(exc, Part.DECODE)))
             return
         self._legs_by_part[Part.DECODE] = leg
         if not command.is_release:
@@ -341,9 +309,9 @@ class PairRun:
             member.lost_contact(str(exc))
             self._report(pair.DecodeUnsent(now()))
             self._look_for_decode(exc)
-        except (UpstreamError, GatewayError, EndedByEngine) as exc:
+        except Exception as exc:  # noqa: BLE001 -- it is logged where it is told apart
             self.verdict = reader.verdict
-            self._report(pair.DecodeFailed(now(), failure_of(exc, Part.DECODE)))
+            self._report(pair.DecodeFailed(now(), self._failure(exc, Part.DECODE)))
         else:
             self.verdict = reader.verdict
             self._note_hold()
@@ -351,6 +319,8 @@ class PairRun:
 
     def _look_for_decode(self, error: ConnectFailed) -> None:
         """The worker has seen nothing of the request; the blocks wait for another one."""
+        if self.is_ended:
+            return  # what would be booked now, nobody would give back
         try:
             placement = self._plan.find_decode(self.legs)
         except RoutingError:

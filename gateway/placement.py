@@ -133,6 +133,11 @@ class Placed(msgspec.Struct, frozen=True):
         del error
         return self.member
 
+    def has_done_its_part(self, member: Member) -> bool:
+        """Whether a worker other than the one that is judged has done what it was asked for."""
+        del member
+        return False  # there is no other
+
     def end(self) -> None:
         """End the legs that the abort supervisor has not taken over."""
         for leg in self.legs:

@@ -55,7 +55,7 @@ class AnswerRelay:
     """Sends one answer, or one error, to one client.
 
     Attributes:
-        headers: Headers that every answer of this request carries.
+        identity: Makes the headers that every answer of this request carries, as it stands when that begins.
         status: Status that was sent, 0 before.
         first_byte_at: Clock of the first byte that was sent.
         bytes_out: Body bytes sent.
@@ -75,7 +75,7 @@ class AnswerRelay:
         "bytes_out",
         "events_seen",
         "first_byte_at",
-        "headers",
+        "identity",
         "silent_since",
         "status",
     )
@@ -89,7 +89,7 @@ class AnswerRelay:
         self._is_sse = False
         self._public_id = ""
         self._wants_stream = False
-        self.headers: Headers = []
+        self.identity: Callable[[], Headers] = list
         self.status = 0
         self.first_byte_at: float | None = None
         self.silent_since: float | None = None
@@ -100,7 +100,7 @@ class AnswerRelay:
         """Set the headers that say which request this is and where it went."""
         self._public_id = envelope.public_id
         self._wants_stream = envelope.is_stream
-        self.headers = identity_headers(envelope, placed, attempts)
+        self.identity = functools.partial(identity_headers, envelope, placed, attempts)
 
     async def forward(self, placed: Attempt) -> Verdict:
         """Relay the answer of ``placed``.
@@ -137,7 +137,7 @@ class AnswerRelay:
         """Send the head of an answer whose body follows."""
         self.status = status
         self.first_byte_at = self._clock()
-        await self._downstream.start(status, [*headers, *self.headers])
+        await self._downstream.start(status, [*headers, *self.identity()])
 
     async def write(self, data: bytes) -> None:
         """Send a piece of the body."""
@@ -337,7 +337,9 @@ class AnswerRelay:
         self.silent_since = None
         self.first_byte_at = self._clock()
         self.bytes_out += len(body)
-        await self._downstream.answer(status, [*headers, (b"content-length", b"%d" % len(body)), *self.headers], body)
+        await self._downstream.answer(
+            status, [*headers, (b"content-length", b"%d" % len(body)), *self.identity()], body
+        )
 
     async def _long_body(self, placed: Placed, head: AnswerHead, begun: list[bytes]) -> Verdict:
         call = placed.leg.call

@@ -132,7 +132,7 @@ class ScriptEngine:
 
     Attributes:
         script: Answers the next generation requests.
-        metadata: Bodies by path; any other path is 404.
+        metadata: Bodies by path, as bytes or as what becomes JSON; any other path is 404.
         requests: Generation requests, in order.
         aborted: Ids given to the abort route, in order.
         server: What listens.
@@ -164,7 +164,8 @@ class ScriptEngine:
                 reply = Reply(reader, writer)
                 if request.method == "GET":
                     known = self.metadata.get(request.path)
-                    await reply.whole(json.dumps(known).encode(), status=404 if known is None else 200)
+                    body = known if isinstance(known, bytes) else json.dumps(known).encode()
+                    await reply.whole(body, status=404 if known is None else 200)
                 elif request.path == "/abort_request":
                     self.aborted.append(request.rid)
                     await reply.whole(b"")
