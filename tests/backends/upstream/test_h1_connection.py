@@ -7,7 +7,7 @@ import pytest
 from backends.errors import AnswerBroken, AnswerMalformed, ConnectionDropped, UpstreamError
 from backends.upstream.base import AnswerHead, UpstreamRequest
 from backends.upstream.h1 import H1Client
-from backends.upstream.h1_connection import MAX_HEAD_BYTES
+from backends.upstream.h1_connection import MAX_HEAD_BYTES, PLAIN_FROM_BYTES
 from tests.backends.upstream.conftest import Post, Whole
 from tests.backends.upstream.conftest import both_loops as anyio_backend  # noqa: F401
 from tests.fakes.raw_server import Connection, RawServer, Script, answer, answers, chunked, raw_server
@@ -85,6 +85,48 @@ async def test_answers(
         assert await call.read() == b""
         if not wire.endswith(b"x\r\n"):  # there the stray bytes may come late, when nobody wants any
             assert client.idle_connections == is_kept
+
+
+LONG = bytes(range(256)) * (3 * PLAIN_FROM_BYTES // 256)
+
+
+@pytest.mark.parametrize("extra", [b"", answer(b"stolen")], ids=["nothing behind it", "another answer behind it"])
+async def test_a_long_body_ends_where_it_says(extra: bytes, client: H1Client, post: Post, whole: Whole) -> None:
+    """The parser sees the head of such an answer, and has to be ready for the next one."""
+    wire = answer(LONG)
+    head_bytes = len(wire) - len(LONG)
+    calls = 0
+
+    async def script(connection: Connection) -> None:
+        nonlocal calls
+        await connection.request()
+        await connection.send(wire[:head_bytes])
+        await until(lambda: has_head, "the head was read by itself")
+        await connection.send(wire[head_bytes:-1])
+        await connection.send(wire[-1:] + extra)
+        if not extra:
+            await connection.request()
+            calls += 1
+            await connection.send(answer(b"next"))
+        await connection.hang()
+
+    has_head = False
+    async with raw_server(script) as server:
+        call = post(server.origin)
+        await call.head()
+        has_head = True
+        assert (await whole(call))[1] == LONG
+        if extra:
+            await until(lambda: client.idle_connections == client.active_connections == 0, "it is closed")
+        else:
+            assert (await whole(post(server.origin)))[1] == b"next"
+            assert (calls, len(server.connections)) == (1, 1)
+
+
+async def test_a_long_body_that_breaks_off_is_an_error(post: Post, whole: Whole) -> None:
+    async with raw_server(replies(answer(LONG)[:-1])) as server:
+        with pytest.raises(AnswerBroken):
+            await whole(post(server.origin))
 
 
 BROKEN = [
