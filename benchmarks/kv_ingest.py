@@ -3,7 +3,8 @@
 Messages hold one store each, of few blocks as decoding makes them and of many as prompts do, in chains of 512 blocks
 of 16 tokens. Stages are timed apart from each other, a hundred or so messages at a time, in CPU time of the thread;
 each has an index of its own size, so that their caches are no warmer than in the whole. The *whole* is what
-``DeliveryQueue`` does with a payload, and what is left of it after the stages is its own work.
+``DeliveryQueue`` does with a payload. What is left of it after the stages is the queue's own work, the freeing of what
+was decoded, and what the stages take from each other's caches.
 """
 
 import argparse
