@@ -102,7 +102,7 @@ class KvListener:
         self._loop = asyncio.get_running_loop()
         self._table = LeaseTable(self._times.beat_s, self._times.lease_s)
         self._ranks: dict[tuple[str, int], RelayedRank] = {}
-        self._busy: deque[tuple[Relay, RelayedRank]] = deque()
+        self._busy: deque[RelayedRank] = deque()
         self._next_tick: asyncio.Handle | None = None
         self._context: Context = zmq.Context()
         self._guard: KeyGuard | None = None
@@ -167,13 +167,16 @@ class KvListener:
 
     def _apply(self) -> None:
         """Do a piece of the work of the next rank, each in its turn."""
-        relay, rank = self._busy.popleft()
+        rank = self._busy.popleft()
         if rank.is_closed or not rank.has_work:
             return
         rank.step(self._loop.time())
         if rank.has_work:
-            self._busy.append((relay, rank))
-        self._credit(relay, rank)
+            self._busy.append(rank)
+        # Whoever holds it now: the session that the work came with may be over.
+        holder = self._table.holder(*rank.rank)
+        if holder is not None:
+            self._credit(holder, rank)
 
     def _credit(self, relay: Relay, rank: RelayedRank) -> None:
         relay.taken_bytes += rank.done_bytes
@@ -238,7 +241,7 @@ class KvListener:
             was_busy = rank.has_work
             rank.take(message, body, cost)
             if rank.has_work and not was_busy:
-                self._busy.append((relay, rank))
+                self._busy.append(rank)
             self._credit(relay, rank)
 
     def _rank_of(self, relay: Relay, dp_rank: int) -> RelayedRank | None:
@@ -337,7 +340,11 @@ class KvListener:
 
     def _on_beat(self) -> None:
         now_s = self._loop.time()
+        # While this loop stood still nobody could be heard.
+        late_s = now_s - self._timer.when()
         self._timer = self._loop.call_later(self._times.beat_s, self._on_beat)
+        for relay in self.relays():
+            relay.heard_s += late_s
         for relay in self._table.silent(now_s):
             logger.warning("worker %s: the relay %s is silent", relay.worker_id, relay.hello.publisher[:8])
             for rank in self._ranks_of(relay):

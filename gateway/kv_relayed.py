@@ -35,7 +35,8 @@ class RelayedRank:
         ask_resync: Called with the reason when nothing but a snapshot helps.
 
     Attributes:
-        spec: The rank.
+        spec: The rank, with the limits of its engine.
+        rank: Worker id and global rank.
         publisher: Name of the relay's process.
         problem: Why it cannot be its worker's; empty if it can.
         is_closed: It is followed no more.
@@ -56,7 +57,7 @@ class RelayedRank:
         self.problem = ""
         self.is_closed = False
         self.done_bytes = 0
-        self._rank = (spec.worker_id, spec.source.dp_rank)
+        self.rank = (spec.worker_id, spec.source.dp_rank)
         self._index = index
         self._sweeper = sweeper
         self._observer = observer
@@ -168,7 +169,7 @@ class RelayedRank:
             self._forget("snapshot")
             self._queue.new_life()
             self._queue.group_kinds.update(message.group_kinds)
-            restore_shape(self._index, self._rank, is_eagle=message.is_eagle)
+            restore_shape(self._index, self.rank, is_eagle=message.is_eagle)
             self._received = self._snapshot_seq = message.last_seq
             self._is_complete = message.is_complete
             self._is_loading, self._is_synced = True, False
@@ -216,7 +217,7 @@ class RelayedRank:
                 self._queue.add(body)
                 self._apply(now_s)
             elif isinstance(message, Part):
-                if dropped := restore_part(self._index, self._rank, message, body):
+                if dropped := restore_part(self._index, self.rank, message, body):
                     self._observer.kv_dropped("over_capacity", dropped)
                     self._is_complete = False
             else:
@@ -232,13 +233,13 @@ class RelayedRank:
         try:
             self._queue.step(now_s)
         except SourceMisconfigured as exc:
-            logger.error("KV events of %s rank %d: %s", *self._rank, exc)
+            logger.error("KV events of %s rank %d: %s", *self.rank, exc)
             self.problem = str(exc)
             self._forget("misconfigured")
         except DeliverySuspect as exc:
             self._suspect(str(exc))
         except Exception:
-            logger.exception("a batch of %s rank %d could not be applied", *self._rank)
+            logger.exception("a batch of %s rank %d could not be applied", *self.rank)
             self._observer.kv_dropped("internal", 1)
             self._suspect("internal")
         self._is_complete |= self._queue.is_complete
@@ -278,5 +279,5 @@ class RelayedRank:
         if not self.is_closed:
             self.is_closed = True
             self._work.clear()
-            self._index.remove_rank(self._rank)
+            self._index.remove_rank(self.rank)
             self._sweeper.wake()

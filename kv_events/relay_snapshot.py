@@ -3,9 +3,10 @@
 Unlike ``snapshot`` it is made and applied piece by piece, since nobody may wait for a million blocks.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 
 import numpy as np
+import numpy.typing as npt
 
 from kv_events.index import PrefixIndex, RankId
 from kv_events.index_holder import Holder
@@ -15,6 +16,8 @@ from kv_events.types import BASE, Namespace, Tier
 
 _MASK = (1 << SHIFT) - 1
 _BASE_FIELDS = (None, None, None, None)
+# Names, and below them their sequence hashes.
+_Columns = npt.NDArray[np.uint64]
 
 
 def snapshot_parts(index: PrefixIndex, rank: RankId) -> Iterator[tuple[Part, bytes]]:
@@ -29,17 +32,34 @@ def snapshot_parts(index: PrefixIndex, rank: RankId) -> Iterator[tuple[Part, byt
         holder = index.holder_of(rank, tier)
         if holder is None:
             continue
-        # By number of the namespace: names, and their sequence hashes.
-        open_parts: dict[int, tuple[list[int], list[int]]] = {}
-        for name, key in _entries(holder):
-            number = key >> SHIFT
-            names, sequences = open_parts.setdefault(number, ([], []))
-            names.append(name)
-            sequences.append(key & _MASK)
-            if len(names) == PART_BLOCKS:
-                yield _part(index, rank[1], holder, number, *open_parts.pop(number))
-        for number, (names, sequences) in open_parts.items():
-            yield _part(index, rank[1], holder, number, names, sequences)
+        # Names and sequence hashes that do not fill a part yet, by number of the namespace.
+        rests: dict[int, _Columns] = {}
+        for table in holder.names:
+            for number, columns in _by_namespace(table):
+                rest = np.concatenate((rests[number], columns), axis=1) if number in rests else columns
+                whole = rest.shape[1] // PART_BLOCKS * PART_BLOCKS
+                for start in range(0, whole, PART_BLOCKS):
+                    yield _part(index, rank[1], holder, number, rest[:, start : start + PART_BLOCKS])
+                rests[number] = rest[:, whole:]
+        for number, rest in rests.items():
+            if rest.shape[1]:
+                yield _part(index, rank[1], holder, number, rest)
+
+
+def _by_namespace(table: dict[int, int]) -> Iterator[tuple[int, _Columns]]:
+    """Split a table by namespace; of the base alone, which is usual, the numbers need not be looked at one by one."""
+    names = _numbers(table.keys())
+    try:
+        yield 0, np.array((names, _numbers(table.values())))
+    except OverflowError:
+        spaces = np.fromiter((key >> SHIFT for key in table.values()), dtype="<u8", count=len(table))
+        columns = np.array((names, _numbers([key & _MASK for key in table.values()])))
+        for number in np.unique(spaces).tolist():
+            yield number, columns[:, spaces == number]
+
+
+def _numbers(values: Collection[int]) -> npt.NDArray[np.uint64]:
+    return np.fromiter(values, dtype="<u8", count=len(values))
 
 
 def restore_part(index: PrefixIndex, rank: RankId, part: Part, body: bytes) -> int:
@@ -76,22 +96,11 @@ def held_blocks(index: PrefixIndex, rank: RankId) -> int:
     return sum(index.rank_blocks(rank, tier) for tier in Tier)
 
 
-def _entries(holder: Holder) -> Iterator[tuple[int, int]]:
-    for table in holder.names:
-        yield from table.items()
-
-
-def _part(
-    index: PrefixIndex, dp_rank: int, holder: Holder, number: int, names: list[int], sequences: list[int]
-) -> tuple[Part, bytes]:
-    copies = holder.copies.intersection(names) if holder.copies else set()
+def _part(index: PrefixIndex, dp_rank: int, holder: Holder, number: int, columns: _Columns) -> tuple[Part, bytes]:
+    copies = holder.copies.intersection(columns[0].tolist()) if holder.copies else set()
     namespace = index.namespace_of(number << SHIFT)
     fields: tuple[str | None, int | None, str | None, str | None] = (None, None, None, "")
     if namespace is not None:
         fields = (namespace.lora_name, namespace.lora_id, namespace.salt, namespace.opaque)
-    body = _packed(names) + _packed(sequences) + _packed(copies)
-    return Part(dp_rank, holder.tier, fields, len(names), len(copies)), body
-
-
-def _packed(numbers: Iterable[int]) -> bytes:
-    return np.fromiter(numbers, dtype="<u8").tobytes()
+    body = columns.tobytes() + _numbers(copies).tobytes()
+    return Part(dp_rank, holder.tier, fields, columns.shape[1], len(copies)), body

@@ -66,9 +66,12 @@ class _Session:
             keys = keys or generate_keys()
             socket.curve_serverkey = listener.public_key
             socket.curve_publickey, socket.curve_secretkey = keys.public_key, keys.secret_key
+        # Asking a socket that has nothing takes as long as sending, so it is not asked without a cause.
+        self.may_read = True
+        self._wake = wake
         self._socket = socket
-        self._monitor = ZmqReader(socket.get_monitor_socket(_FAILED | _LOST), wake)
-        self.reader = ZmqReader(socket, wake)
+        self._monitor = ZmqReader(socket.get_monitor_socket(_FAILED | _LOST), self._watch)
+        self._reader = ZmqReader(socket, self._has_come)
         socket.connect(listener.endpoint)
 
     def end(self, error: str, *, is_refused: bool = False) -> None:
@@ -78,7 +81,19 @@ class _Session:
             self.is_lost = True
             self.changed.set()
 
-    def watch(self) -> None:
+    def _has_come(self) -> None:
+        self.may_read = True
+        self._wake()
+
+    def receive(self) -> list[bytes] | None:
+        """Read one message; ``None`` if there is none."""
+        if not self.may_read:
+            return None
+        frames = self._reader.receive()
+        self.may_read = frames is not None
+        return frames
+
+    def _watch(self) -> None:
         """Read what the connection itself tells."""
         while (frames := self._monitor.receive()) is not None:
             event = parse_monitor_message(frames)["event"]
@@ -93,6 +108,8 @@ class _Session:
         """Give a message to the socket, which takes any number."""
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK)
+            # Sending may take in what the descriptor would have told of.
+            self.may_read = True
         except zmq.ZMQError as exc:
             self.end(f"cannot send to the gateway: {exc.strerror}")
 
@@ -105,7 +122,7 @@ class _Session:
         self.end("closed")
         self._socket.disable_monitor()
         self._monitor.close()
-        self.reader.close(BYE_LINGER_MS)
+        self._reader.close(BYE_LINGER_MS)
 
 
 class GatewayLink:
@@ -186,10 +203,13 @@ class GatewayLink:
             while not session.is_lost:
                 session.changed.clear()
                 beat_s = session.accept.beat_s if session.accept else ANSWER_TIMEOUT_S
+                due_s = self._loop.time() + beat_s
                 try:
                     async with asyncio.timeout(beat_s):
                         await session.changed.wait()
                 except TimeoutError:
+                    # While this loop stood still nothing could be heard.
+                    session.heard_at_s += self._loop.time() - due_s
                     self._on_beat(session)
         finally:
             self._session = None
@@ -209,7 +229,6 @@ class GatewayLink:
         if self._session is not None and self._session.lanes is not None:
             health = tuple(RankHealth(mirror.dp_rank, mirror.is_connected) for mirror in self._mirrors)
             self._session.send(encode(Beat(health)))
-            # Sending may take in what the descriptor would have told of.
             self._wake()
 
     def close(self, *, is_silent: bool = False) -> None:
@@ -225,9 +244,8 @@ class GatewayLink:
         session = self._session
         if session is None or session.is_lost:
             return False
-        session.watch()
         did = False
-        while (frames := session.reader.receive()) is not None:
+        while (frames := session.receive()) is not None:
             did = True
             session.heard_at_s = self._loop.time()
             try:
