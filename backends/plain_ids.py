@@ -72,14 +72,18 @@ def _length(raw: bytes, begin: int, end: int) -> int:
 def _count(text: NDArray[np.uint8]) -> int:
     """The same for one piece."""
     values = text - _ZERO
-    is_digit, is_comma, is_space = values < 10, text == _COMMA, text == _SPACE
-    commas, spaces = int(np.count_nonzero(is_comma)), int(np.count_nonzero(is_space))
-    if np.count_nonzero(is_digit) + commas + spaces != len(text) or not (is_digit[0] and is_digit[-1]):
+    is_digit, is_comma = values < 10, text == _COMMA
+    commas = int(np.count_nonzero(is_comma))
+    spaces = len(text) - int(np.count_nonzero(is_digit)) - commas  # anything else is found below
+    if not (is_digit[0] and is_digit[-1]):
         return 0
     if len(text) > 1 and values[0] == 0 and is_digit[1]:
         return 0
     digits, separators, zeros = _bits(is_digit), _bits(is_comma), _bits(values == 0)
     if spaces:
+        is_space = text == _SPACE
+        if np.count_nonzero(is_space) != spaces:
+            return 0
         behind = _bits(is_space)
         if (_next(behind, 1) != separators).any():
             return 0
