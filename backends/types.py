@@ -41,6 +41,7 @@ class Worker:
         origin: The same address taken apart.
         api_key: Credential for the engine's ordinary routes, ``None`` if it needs none.
         admin_api_key: Credential for its admin routes; falls back to ``api_key``.
+        bootstrap_port: Where it hands prompts over, as the operator says; ``None`` asks the engine.
     """
 
     id: str
@@ -48,6 +49,7 @@ class Worker:
     origin: Origin
     api_key: str | None = field(default=None, repr=False)
     admin_api_key: str | None = field(default=None, repr=False)
+    bootstrap_port: int | None = None
 
 
 @dataclass(slots=True)
@@ -94,6 +96,7 @@ class EngineFacts:
         kv_announcement: JSON in which the engine says where it publishes KV events; empty if it says nothing.
         bootstrap_port: Where SGLang hands prompts over if it is a prefill worker, ``None`` if it does not say.
         follows_rooms: SGLang takes the room modulo its ranks for the rank if it is a prefill worker.
+        transfer_engine_ids: By rank, of a vLLM prefill worker that hands prompts over by Mooncake; else empty.
         kv_connector: How vLLM hands prompts over: ``nixl``, ``mooncake``, or empty if it does not say.
     """
 
@@ -116,3 +119,4 @@ class EngineFacts:
     bootstrap_port: int | None = None
     follows_rooms: bool = False
     kv_connector: str = ""
+    transfer_engine_ids: tuple[str, ...] = ()

@@ -97,13 +97,13 @@ class FleetControl:
             self._call_removal_off(known)
             return known
         file_key, admin_key = self._keys_of(spec)
-        worker = Worker(worker_id(spec), spec.url, Origin.from_url(spec.url), api_key or file_key, admin_key)
+        origin = Origin.from_url(spec.url)
+        worker = Worker(worker_id(spec), spec.url, origin, api_key or file_key, admin_key, spec.bootstrap_port)
         member = Member(
             worker,
             engine=None if spec.engine == "auto" else EngineKind(spec.engine),
             pinned_model=spec.model,
             pinned_role=None if spec.role == "auto" else Role(spec.role),
-            pinned_bootstrap_port=spec.bootstrap_port,
             unhealthy_after=self._unhealthy_after,
             healthy_after=self._healthy_after,
             breaker=Breaker(threshold=self._breaker_failures, open_s=self._breaker_open_s),

@@ -107,8 +107,10 @@ class PairLegs:
         self._body = edited(envelope.body, changes) if changes else envelope.body
         self._rooms: list[sglang.Bootstrap] = []
         self._engine_ids = EngineIds((), ())
+        self._transfer = ""
         self.prefill = seat_of(services, paired.prefill)
         self.decode = seat_of(services, paired.decode)
+        self._reserved = ""
         self.sent_ids: list[str] = []
         self.ids: IdMap
         try:
@@ -123,6 +125,33 @@ class PairLegs:
     def engine(self) -> EngineKind:
         """Software of both."""
         return self.prefill.facts.engine
+
+    @property
+    def is_mooncake(self) -> bool:
+        """The prompt goes over under an id of our own, and not by what prefill's answer says."""
+        return bool(self.prefill.facts.transfer_engine_ids)
+
+    def handoff_in(self, answer: bytes) -> bytes:
+        """What decode needs to be told, once prefill has ended well; empty if it has left nothing.
+
+        Args:
+            answer: The prefill leg's, if it is a document.
+
+        Raises:
+            HandoffUnusable: Decode must not be told what is there.
+        """
+        if self.engine is EngineKind.SGLANG:
+            return b""
+        if not self.is_mooncake:
+            return vllm.handoff_in(answer)
+        seat = self.prefill
+        origin = seat.member.worker.origin
+        host = f"[{origin.host}]" if ":" in origin.host else origin.host
+        return vllm.mooncake_handoff(
+            self._transfer,
+            engine_id=seat.facts.transfer_engine_ids[seat.dp_rank or 0],
+            bootstrap_address=f"http://{host}:{seat.member.bootstrap_port}",
+        )
 
     @property
     def sequences(self) -> int:
@@ -142,7 +171,9 @@ class PairLegs:
         self.ids = self._id_map(request)
         try:
             if self.engine is EngineKind.VLLM:
-                return vllm.prefill_body(route.path, self._body)
+                self._transfer = vllm.transfer_id(self._services.new_id()) if self.is_mooncake else ""
+                params = vllm.mooncake_prefill(self._transfer) if self._transfer else vllm.NIXL_PREFILL
+                return vllm.prefill_body(route.path, self._body, params)
             self._draw_rooms()
             return sglang.prefill_body(
                 route.path,
@@ -176,7 +207,7 @@ class PairLegs:
 
     def _draw_rooms(self) -> None:
         services, seat = self._services, self.prefill
-        host, port = seat.member.worker.origin.host, seat.facts.bootstrap_port or sglang.DEFAULT_BOOTSTRAP_PORT
+        host, port = seat.member.worker.origin.host, seat.member.bootstrap_port or sglang.DEFAULT_BOOTSTRAP_PORT
         rank = seat.dp_rank if seat.facts.follows_rooms else None
         for _ in range(self.sequences):
             room = sglang.draw_room(services.room_bits, services.live_rooms, seat.facts.dp_size, rank)
@@ -209,12 +240,26 @@ class PairLegs:
             blocks = placement.prompt.capacity_blocks
         else:
             blocks = -(-self._request.envelope.prompt_tokens // self.decode.facts.page_size)
+        self._reserved = self.decode.member.worker.id
+        self._services.legs.reserve(self._reserved)
         return placement.candidate.load.book(requests=self.sequences, blocks=blocks, prefill_tokens=0)
+
+    def _unreserve(self) -> None:
+        if self._reserved:
+            self._services.legs.unreserve(self._reserved)
+            self._reserved = ""
 
     def rebook(self, placement: Placement) -> None:
         """Decode goes to another rank, which is booked."""
+        self._release_decode()
         self.decode = seat_of(self._services, placement)
         self._decode_booking = self._book_decode()
+
+    def _release_decode(self) -> None:
+        if self._decode_booking is not None:
+            self._decode_booking.release()
+            self._decode_booking = None
+        self._unreserve()
 
     # Sending.
 
@@ -252,7 +297,9 @@ class PairLegs:
         changes: Mapping[str, bytes] = NO_CHANGES
         if is_release or request.is_folded:
             changes = fold_changes(request.route.dialect, self.engine)
-        return self._send(Part.DECODE, body, booking, changes, request.is_stream or is_release, on_abandoned)
+        leg = self._send(Part.DECODE, body, booking, changes, request.is_stream or is_release, on_abandoned)
+        self._unreserve()
+        return leg
 
     def _send(
         self,
@@ -314,7 +361,7 @@ class PairLegs:
     def close(self) -> None:
         """Both legs are over, or were never sent: give back what neither has taken."""
         self._release_rooms()
-        for booking in (self._prefill_booking, self._decode_booking):
-            if booking is not None:
-                booking.release()
-        self._prefill_booking = self._decode_booking = None
+        self._release_decode()
+        if self._prefill_booking is not None:
+            self._prefill_booking.release()
+            self._prefill_booking = None

@@ -19,7 +19,6 @@ from backends.pair_types import Failure, PairState, Part, PrefillState
 from backends.prefill_events import PrefillReader, PromptReport
 from backends.types import EngineKind
 from backends.upstream.base import AnswerHead
-from backends.vllm.pd import handoff_in
 from gateway.answer import Verdict
 from gateway.decode_reader import EVENT_STREAM, JSON, DecodeReader
 from gateway.errors import GatewayError
@@ -277,11 +276,16 @@ class PairRun:
             reader.feed(data)
         reader.end()
         self.prompts = reader.prompts
-        return pair.PrefillDone(self._keeper.now(), handoff_in(reader.body) if is_vllm else b"")
+        return pair.PrefillDone(self._keeper.now(), self.legs.handoff_in(reader.body))
 
     # Decode.
 
     def _send_decode(self, command: pair.SendDecode) -> None:
+        member = self.legs.decode.member
+        if self._services.fleet.get(member.worker.id) is not member and not command.is_release:
+            self._report(pair.DecodeUnsent(self._keeper.now()))
+            self._look_for_decode(ConnectFailed(f"worker {member.worker.id} was removed"))
+            return
         try:
             leg = self.legs.send_decode(command.handoff, self._abandoned, is_release=command.is_release)
         except Exception as exc:  # noqa: BLE001 -- it is logged where it is told apart

@@ -32,7 +32,6 @@ class Member:
         engine: Engine kind given by the operator, ``None`` to ask.
         pinned_model: Model name given by the operator, which wins over the engine's.
         pinned_role: Role given by the operator, which wins over the engine's.
-        pinned_bootstrap_port: Port given by the operator, which wins over the engine's.
         facts: What the engine said of itself; kept over failures, so that its model stays known.
         detail: The last reason for not being ready, for people.
         breaker: Opens when its requests fail one after the other.
@@ -61,7 +60,6 @@ class Member:
         "on_change",
         "on_fullness",
         "pauses_told",
-        "pinned_bootstrap_port",
         "pinned_model",
         "pinned_role",
         "worker",
@@ -74,7 +72,6 @@ class Member:
         engine: EngineKind | None = None,
         pinned_model: str | None = None,
         pinned_role: Role | None = None,
-        pinned_bootstrap_port: int | None = None,
         unhealthy_after: int = 3,
         healthy_after: int = 2,
         breaker: Breaker | None = None,
@@ -86,7 +83,6 @@ class Member:
         self.max_in_flight: Final = max_in_flight
         self.pinned_model = pinned_model
         self.pinned_role = pinned_role
-        self.pinned_bootstrap_port: Final = pinned_bootstrap_port
         self.facts: EngineFacts | None = None
         self.detail = "not reached yet"
         self.is_identified = False
@@ -144,7 +140,7 @@ class Member:
     @property
     def bootstrap_port(self) -> int | None:
         """Where it hands prompts over if it is a prefill worker of SGLang's, ``None`` if nobody says."""
-        return self.pinned_bootstrap_port or (self.facts.bootstrap_port if self.facts else None)
+        return self.worker.bootstrap_port or (self.facts.bootstrap_port if self.facts else None)
 
     @property
     def dp_size(self) -> int:

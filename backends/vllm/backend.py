@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 
 import msgspec
 import orjson
@@ -11,10 +12,11 @@ from backends.control import bearer, get_body, get_optional_body, get_status
 from backends.errors import CallEnded, IdentifyFailed, UpstreamError
 from backends.json_body import JsonBody
 from backends.types import EngineFacts, EngineIds, ProbeResult, Worker
-from backends.upstream.base import Headers, UpstreamClient, UpstreamRequest
+from backends.upstream.base import Headers, Origin, UpstreamClient, UpstreamRequest
 from backends.upstream.fetch import fetch
 from backends.vllm.metadata import facts_from
 from backends.vllm.output import has_output
+from backends.vllm.pd import mooncake_engine_ids
 
 # What the engine puts in front of the id that it was given, by route. Its abort route takes the whole.
 _PREFIXES = {
@@ -99,6 +101,8 @@ class VLLMBackend:
     async def identify(self, worker: Worker, timeout_s: float) -> EngineFacts:
         """Read ``/version``, ``/v1/models``, ``/metrics``, and ``/kv_event_sources`` where there is one.
 
+        A bootstrap port is that of Mooncake, whose server there knows the ids of the ranks.
+
         Raises:
             IdentifyFailed: See the message.
         """
@@ -107,8 +111,17 @@ class VLLMBackend:
         models = await get_body(self._client, worker, ("/v1/models",), timeout_s)
         metrics = await get_body(self._client, worker, ("/metrics",), timeout_s)
         sources = await get_optional_body(self._client, worker, "/kv_event_sources", timeout_s)
+        bootstrap = b""
+        if worker.bootstrap_port is not None:
+            at = replace(worker, api_key=None, origin=Origin("http", worker.origin.host, worker.bootstrap_port))
+            bootstrap = await get_body(self._client, at, ("/query",), timeout_s)
         try:
-            return facts_from(models, version, metrics, sources)
+            facts = facts_from(models, version, metrics, sources)
+            return (
+                replace(facts, transfer_engine_ids=mooncake_engine_ids(bootstrap, facts.dp_size))
+                if bootstrap
+                else facts
+            )
         except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
             raise IdentifyFailed(f"the engine's metadata is not as expected: {exc}") from exc
 

@@ -150,6 +150,33 @@ def handoff_in(answer: bytes) -> bytes:
 
 # Mooncake.
 
+# For so long prefill keeps a prompt (VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT of 0.32.0, seconds); then the transfer fails.
+MOONCAKE_LEASE_S: Final = 480.0
+
+
+class _MooncakeRank(msgspec.Struct):
+    engine_id: str
+
+
+_ranks = msgspec.json.Decoder(dict[int, _MooncakeRank])
+
+
+def mooncake_engine_ids(answer: bytes, dp_size: int) -> tuple[str, ...]:
+    """Engine ids by rank, from what a prefill worker's bootstrap server says at ``/query``.
+
+    Args:
+        answer: JSON by rank.
+        dp_size: Ranks of the worker.
+
+    Raises:
+        msgspec.DecodeError: It is not of that shape.
+        ValueError: A rank is missing: it has not registered yet.
+    """
+    ranks = _ranks.decode(answer)
+    if missing := [rank for rank in range(dp_size) if rank not in ranks or not ranks[rank].engine_id]:
+        raise ValueError(f"ranks {missing} have not registered at the bootstrap server yet")
+    return tuple(ranks[rank].engine_id for rank in range(dp_size))
+
 
 def transfer_id(fresh_id: str) -> str:
     """The id under which both legs know a transfer, made from a fresh one."""

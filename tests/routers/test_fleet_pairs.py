@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from backends.types import EngineKind, ProbeResult, Role
+from backends.types import EngineKind, ProbeResult, Role, Worker
+from backends.upstream.base import Origin
 from routers.errors import NoReadyWorker, NoSuchRank
 from routers.fleet import Member
 from routers.pair import Pools
@@ -130,7 +131,8 @@ def test_pins_that_may_be() -> None:
 
 
 def test_the_operators_bootstrap_port_wins() -> None:
-    one, other = member("p", pinned_bootstrap_port=9000), member("q")
+    given = Worker("p", "http://p", Origin("http", "p", 80), bootstrap_port=9000)
+    one, other = Member(given), member("q")
     assert (one.bootstrap_port, other.bootstrap_port) == (9000, None)
     for each in (one, other):
         each.identified(replace(FACTS, bootstrap_port=8998))
