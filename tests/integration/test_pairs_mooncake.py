@@ -1,4 +1,4 @@
-"""vLLM pairs that hand prompts over by Mooncake: under an id of the gateway's, to an engine of the bootstrap server's."""
+"""vLLM pairs that hand prompts over by Mooncake, under ids that the gateway makes and the bootstrap server knows."""
 
 import json
 from typing import Any
