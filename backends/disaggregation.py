@@ -81,8 +81,8 @@ class PairMachine:
         self._state = PairState.WAIT_HANDOFF
         self._prefill = PrefillState.SELECTED
         self._number = 0
-        self._decode_is_live = self._decode_is_wanted = self._was_dispatched = False
-        self._has_output = self._is_ending = self._is_called_off = False
+        self._decode_is_live = self._decode_is_wanted = self._was_dispatched = self._has_output = False
+        self._is_ending = self._is_called_off = False
         self._handoff = b""
         self._held: list[bytes] = []
         self._held_bytes = 0
@@ -158,16 +158,15 @@ class PairMachine:
             raise ValueError("an answer of a prefill that never gives one")
         self._prefill = PrefillState.DONE
         ended: list[pair.Command] = [pair.EndLeg(_PREFILL)]
-        if event.answer and self._state is not PairState.ENDED:
-            self._is_ending = True
-            return ended + self._stop_decode(Cause.FINISHED) + self._finish(event.answer)
-        if not self._capability.is_early:
+        if not self._capability.is_early and not event.answer:
             return ended + self._hand_over(event)
         if self._state is PairState.ENDED:
             return ended
-        if self._state is PairState.WAIT_HANDOFF:  # called off, so that decode was not sent
-            return ended + self._fail(CALLED_OFF)
-        return ended + self._pass_held()
+        if event.answer:
+            self._is_ending = True
+            return ended + self._stop_decode(Cause.FINISHED) + self._finish(event.answer)
+        # Without decode it was called off before that was sent.
+        return ended + (self._fail(CALLED_OFF) if self._state is PairState.WAIT_HANDOFF else self._pass_held())
 
     def _hand_over(self, event: pair.PrefillDone) -> list[pair.Command]:
         """Prefill's answer has brought the handoff, or should have."""
@@ -297,7 +296,6 @@ class PairMachine:
         return ended + self._let_prefill_go(event.at, Cause.SIBLING_FAILED) + self._fail(failure)
 
     def _leave_handoff(self) -> list[pair.Command]:
-        """Decode is wanted, and will not be had."""
         return [pair.Simple.ABANDONED] if self._handoff and self._decode_is_wanted else []
 
     def _hold(self, block: bytes) -> None:
@@ -351,8 +349,10 @@ class PairMachine:
         if self._state is PairState.ENDED or self._is_called_off:
             return []
         self._is_called_off = True
-        if self._decode_is_wanted:
-            return self._leave_handoff() + self._let_prefill_go(event.at, Cause.CLIENT_ABORT) + self._fail(CALLED_OFF)
+        if self._decode_is_wanted or (self._handoff and self._decode_is_live and not self._has_output):
+            # What is to take blocks over is not aborted, but kept for that.
+            commands = self._leave_handoff() + self._stop_decode(Cause.CLIENT_ABORT)
+            return commands + self._let_prefill_go(event.at, Cause.CLIENT_ABORT) + self._fail(CALLED_OFF)
         live = ((_DECODE, self._decode_is_live), (_PREFILL, self._prefill in _LIVE))
         return [pair.CallOffLeg(part) for part, is_live in live if is_live]
 

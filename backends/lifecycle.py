@@ -153,7 +153,9 @@ class LegMachine:
             return self._close(LegEnd.ABANDONED) if event.cause is Cause.SHUTDOWN else _NOTHING
         self.cause = self.cause or event.cause
         on_cancel = self._policy.on_cancel
-        if on_cancel is OnCancel.DRAIN_TO_FIRST_OUTPUT and not self._has_produced and event.cause is not Cause.SHUTDOWN:
+        if on_cancel is OnCancel.DRAIN_TO_FIRST_OUTPUT and not self._has_produced:
+            if event.cause is Cause.SHUTDOWN:
+                return self._close(LegEnd.ABANDONED)
             self._enter(LegState.DRAINING)
             self._limit_at = event.at + self._times.handoff_drain_s
             return [_DETACH, *self._wake()]

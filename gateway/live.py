@@ -1,6 +1,7 @@
 """The requests that are being served now, by the ids that clients know."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -92,6 +93,7 @@ class LiveLegs:
     def __init__(self) -> None:
         self._legs: set[Leg] = set()
         self._waiters: dict[str, list[asyncio.Event]] = {}
+        self._reserved: Counter[str] = Counter()
 
     def __len__(self) -> int:
         """Number of live legs."""
@@ -104,12 +106,26 @@ class LiveLegs:
     def ended(self, leg: Leg) -> None:
         """A leg has ended."""
         self._legs.discard(leg)
-        if self._waiters and self._is_idle(leg.worker.id):
-            for waiter in self._waiters.pop(leg.worker.id, ()):
+        self._settle(leg.worker.id)
+
+    def reserve(self, worker_id: str) -> None:
+        """A leg is to be sent to that worker, which is not done before that is over; ``unreserve`` follows."""
+        self._reserved[worker_id] += 1
+
+    def unreserve(self, worker_id: str) -> None:
+        """The leg was sent, or will not be."""
+        self._reserved[worker_id] -= 1
+        if not self._reserved[worker_id]:
+            del self._reserved[worker_id]
+        self._settle(worker_id)
+
+    def _settle(self, worker_id: str) -> None:
+        if self._waiters and self._is_idle(worker_id):
+            for waiter in self._waiters.pop(worker_id, ()):
                 waiter.set()
 
     def _is_idle(self, worker_id: str) -> bool:
-        return not any(leg.worker.id == worker_id for leg in self._legs)
+        return worker_id not in self._reserved and not any(leg.worker.id == worker_id for leg in self._legs)
 
     async def wait_none(self, worker_id: str) -> None:
         """Wait until no leg is live on that worker."""

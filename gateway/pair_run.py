@@ -16,7 +16,7 @@ from backends.errors import AnswerMalformed, CallEnded, ConnectFailed, UpstreamE
 from backends.leg import Leg
 from backends.leg_events import Cause
 from backends.pair_types import Failure, PairState, Part, PrefillState
-from backends.prefill_events import PrefillReader, PromptReport
+from backends.prefill_events import PrefillReader, PrefillRefused, PromptReport
 from backends.types import EngineKind
 from backends.upstream.base import AnswerHead
 from gateway.answer import Verdict
@@ -218,6 +218,8 @@ class PairRun:
         """What has ended a leg, which a client waits for whatever it is."""
         if not isinstance(error, UpstreamError | GatewayError | EndedByEngine):
             logger.error("request %s: %s failed here", self._plan.public_id, part, exc_info=error)
+        if isinstance(error, PrefillRefused):
+            error = error.renamed(self.legs.ids.apply)
         return failure_of(error, part)
 
     def _abandoned(self) -> None:

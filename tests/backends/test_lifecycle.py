@@ -454,8 +454,7 @@ def test_a4_8_shutdown_does_not_wait(before: list[Event]) -> None:
     leg = machine(DECODE)
     for event in before:
         leg.on(event)
-    how = LegEnd.ABANDONED if before else LegEnd.DROPPED
-    play(leg, gone(at=11.0, cause=Cause.SHUTDOWN), ends(how))
+    play(leg, gone(at=11.0, cause=Cause.SHUTDOWN), ends(LegEnd.ABANDONED))
 
 
 def test_a_draining_leg_takes_no_other_orders() -> None:
