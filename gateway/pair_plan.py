@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from backends.cancel_policy import abort_capability
 from backends.disaggregation import PairMachine
 from backends.pair_types import Overlap, pair_capability
+from backends.vllm.pd import MOONCAKE_LEASE_S
 from gateway.decode_reader import DecodeWants
 from gateway.pair_legs import PairLegs
 from gateway.routes import Dialect
@@ -39,6 +40,8 @@ def new_machine(services: Services, legs: PairLegs, plan: PairPlan) -> PairMachi
     facts, times, overlap = legs.prefill.facts, services.limits.pair_times, services.limits.overlap
     if plan.wants.dialect is not Dialect.NATIVE:
         times, overlap = replace(times, header_timeout_s=0.0), Overlap.IMMEDIATE
+    if legs.is_mooncake:
+        times = replace(times, lease_s=MOONCAKE_LEASE_S)
     return PairMachine(
         pair_capability(facts.engine, abort_capability(facts.engine, facts.version)),
         times,
