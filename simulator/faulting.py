@@ -25,6 +25,12 @@ def huge_text(size: int, prefix: bytes, suffix: bytes) -> Iterator[bytes]:
     yield suffix
 
 
+def _noted(exchange: Exchange, fault: Fault | None) -> Fault | None:
+    if fault is not None:
+        exchange.entry.faults.append(fault.kind)
+    return fault
+
+
 class FaultRunner:
     """Applies the faults of ``table``; ``restart`` reboots the engine."""
 
@@ -42,7 +48,7 @@ class FaultRunner:
         on_ignore: Callable[[], None] | None = None,
     ) -> None:
         """Apply what is scripted before any answer byte, else ``proceed``."""
-        fault = self.table.take(point, facts)
+        fault = _noted(exchange, self.table.take(point, facts))
         if fault is None:
             proceed()
         elif fault.kind == "ignore" and on_ignore is not None:
@@ -89,7 +95,7 @@ class FaultRunner:
         facts = exchange.facts
         fault = None
         if facts is not None:
-            fault = self.table.take("event", facts, 0) or self.table.take("end", facts)
+            fault = _noted(exchange, self.table.take("event", facts, 0) or self.table.take("end", facts))
         if fault is None:
             exchange.respond(status, body, content_type)
             return
@@ -170,7 +176,7 @@ class EventWriter:
             return True
         assert faults is not None
         assert exchange.facts is not None
-        fault = faults.table.take(point, exchange.facts, self._sent if point == "event" else 0)
+        fault = _noted(exchange, faults.table.take(point, exchange.facts, self._sent if point == "event" else 0))
         if fault is None:
             return False
         if fault.kind == "hang":

@@ -15,7 +15,8 @@ class RequestEntry:
 
     Times are seconds of the monotonic clock, ``None`` until they happen. ``ended`` is ``None``
     while the request is open, then ``complete``, ``client_closed``, ``fault``, ``restart`` or ``died``.
-    ``connection_state`` is ``open``, ``closed`` (by either side) or ``reset`` (by the engine).
+    ``connection_state`` is ``open``, ``closed`` (by either side) or ``reset`` (by the engine). ``faults`` are
+    those that have struck it, but for the points ``connect`` and ``transfer``.
     """
 
     number: int
@@ -40,6 +41,7 @@ class RequestEntry:
     tokens: int = 0
     connection_state: str = "open"
     ended: str | None = None
+    faults: list[str] = field(default_factory=list)
 
     @property
     def body_sha256(self) -> str:

@@ -49,7 +49,7 @@ class TestAtTheHead:
             await reader.read()
         writer.close()
         entry = engine.log.requests[0]
-        assert (entry.ended, entry.connection_state) == ("fault", "reset")
+        assert (entry.ended, entry.connection_state, entry.faults) == ("fault", "reset", ["reset"])
         assert (await ask(engine.port, "/generate", body)).status == 200
 
     async def test_close(self, start_engine: StartEngine, body: dict[str, Any]) -> None:

@@ -20,6 +20,8 @@ _HUGE_BODY = b'{"text":"' + _HUGE.encode()
 # vLLM's ids are these and the client's. It ends what is aborted without a finish reason.
 _VLLM_IDS = (b'"id":"chatcmpl-', b'"id":"cmpl-')
 _ENGINE_ID = re.compile(rb'"id":"(?:chatcmpl-|cmpl-|resp_|embd-)?[0-9a-f]{32}')
+# In what an engine says of itself; generated texts have no such length of these.
+_ENGINE_ID_IN_TEXT = re.compile(rb"\b[0-9a-f]{32}\b")
 
 
 class Kind(enum.Enum):
@@ -38,11 +40,13 @@ class Reading:
     Attributes:
         kind: How it ended.
         texts: Generated texts by sequence, where they can be compared with those of other answers.
+        prompts: What is told of the prompts, likewise; empty where it is not, or comes in pieces.
         complaints: What must not be.
     """
 
     kind: Kind = Kind.WHOLE
     texts: tuple[str, ...] = ()
+    prompts: tuple[str, ...] = ()
     complaints: list[str] = field(default_factory=list)
 
 
@@ -59,7 +63,7 @@ def read_answer(plan: Plan, answer: Answer) -> Reading:
     try:
         if plan.is_http and answer.headers.get("x-request-id") != plan.id:
             raise _Wrong(f"x-request-id is {answer.headers.get('x-request-id')!r}")
-        if found := _ENGINE_ID.search(answer.body):
+        if found := _ENGINE_ID.search(answer.body) or _ENGINE_ID_IN_TEXT.search(answer.body):
             raise _Wrong(f"an engine's id is in the answer: {found[0]!r}")
         if answer.status >= 400:
             _read_error(plan, answer, reading)
@@ -97,11 +101,12 @@ def _read_error(plan: Plan, answer: Answer, reading: Reading) -> None:
 
 @dataclass(slots=True)
 class _Sequence:
-    """One generated sequence as it grows: text, tokens, and why it ended."""
+    """One generated sequence as it grows: text, tokens, why it ended, and what is told of the prompt."""
 
     text: str = ""
     tokens: int = 0
     reason: str | None = None
+    prompt: str = ""
 
 
 def _is_huge(answer: Answer) -> bool:
@@ -127,6 +132,7 @@ def _conclude(plan: Plan, answer: Answer, found: list[_Sequence], reading: Readi
         # Without a seed, samples of one request differ on one engine, and are alike where each is a request of its own.
         if plan.ask.samples == 1:
             reading.texts = tuple(one.text for one in found)
+            reading.prompts = tuple(one.prompt for one in found if one.prompt)
     else:
         reading.kind = Kind.STOPPED
 
@@ -138,16 +144,26 @@ def _native(body: Any) -> list[_Sequence]:
         if len(item["output_ids"]) != meta["completion_tokens"]:
             raise _Wrong("output_ids and completion_tokens differ")
         reason = meta["finish_reason"]
-        found.append(_Sequence(item["text"], meta["completion_tokens"], reason and reason["type"]))
+        told = _told(meta.get("input_token_logprobs"))
+        found.append(_Sequence(item["text"], meta["completion_tokens"], reason and reason["type"], told))
     return found
 
 
 def _choices(body: Any) -> list[_Sequence]:
     rows = sorted(body["choices"], key=lambda row: int(row["index"]))
     return [
-        _Sequence(row["message"]["content"] or "" if "message" in row else row["text"], 0, row["finish_reason"])
+        _Sequence(
+            row["message"]["content"] or "" if "message" in row else row["text"],
+            0,
+            row["finish_reason"],
+            _told(row.get("prompt_logprobs") or row.get("logprobs")),
+        )
         for row in rows
     ]
+
+
+def _told(of_prompt: Any) -> str:
+    return json.dumps(of_prompt) if of_prompt else ""
 
 
 def _response(body: Any) -> list[_Sequence]:
@@ -168,6 +184,20 @@ _UNARY: dict[Dialect, Callable[[Any], list[_Sequence]]] = {
     Dialect.RESPONSES: _response,
     Dialect.MESSAGES: _message,
 }
+
+
+def read_alone(plan: Plan, answer: Answer) -> Reading:
+    """The document with which an engine has answered without a gateway.
+
+    Raises:
+        ValueError: It is none.
+    """
+    reading = Reading()
+    try:
+        _conclude(plan, answer, _UNARY[plan.route.dialect](answer.json()), reading)
+    except (_Wrong, KeyError, TypeError) as exc:
+        raise ValueError(f"{answer.status} {answer.body[:300]!r}: {exc!r}") from exc
+    return reading
 
 
 # Streams.
@@ -220,6 +250,7 @@ def _native_stream(payloads: list[Any]) -> list[_Sequence]:
         if one.tokens != meta["completion_tokens"]:
             raise _Wrong(f"{one.tokens} tokens came of {meta['completion_tokens']}")
         one.reason = meta["finish_reason"] and meta["finish_reason"]["type"]
+        one.prompt = _told(meta.get("input_token_logprobs")) or one.prompt
     return [found[index] for index in sorted(found)]
 
 

@@ -99,15 +99,16 @@ def audit_metrics(text: str, lines: Sequence[dict[str, Any]]) -> list[str]:
     return [] if counted == logged else [f"forebay_requests_total {dict(counted)}, the access log {dict(logged)}"]
 
 
-def audit_texts(stories: Iterable[Story]) -> list[str]:
+def audit_texts(stories: Sequence[Story]) -> list[str]:
     """Equal requests have equal answers, whichever engine gave them and in whatever form."""
-    first: dict[str, Story] = {}
     problems = []
-    for story in stories:
-        if story.texts:
-            other = first.setdefault(story.plan.key, story)
-            if other.texts != story.texts:
-                problems.append(f"{story.texts} is not {other.texts}\n  {story}\n  {other}")
+    for of in ("texts", "prompts"):
+        first: dict[str, Story] = {}
+        for story in stories:
+            if found := getattr(story, of):
+                other = first.setdefault(story.plan.key, story)
+                if getattr(other, of) != found:
+                    problems.append(f"{found} is not {getattr(other, of)}\n  {story}\n  {other}")
     return problems
 
 

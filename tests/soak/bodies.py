@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 MODEL = "model"
+VLLM_MODEL = "vllm-model"
 EMBEDDER = "embedder"
 # Few prompts and lengths, so that equal requests come again and their answers can be compared.
 PROMPTS = ("hi", "The water rises", "a\nb", "Größe λ", "x" * 40, "one two three four five six seven eight")
@@ -26,12 +27,14 @@ class Ask:
         sequences: Generated sequences, 0 where nothing is generated.
         batch: Prompts of a batch whose items can have ids, 0 for a single request.
         samples: Sequences for each prompt.
+        is_unary: Not to be had as a stream.
     """
 
     body: Body
     sequences: int = 0
     batch: int = 0
     samples: int = 1
+    is_unary: bool = False
 
 
 def _messages(chance: Random) -> list[Body]:

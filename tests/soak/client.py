@@ -26,6 +26,7 @@ class Story:
         status: Status of the answer, 0 if none came.
         kind: How the answer ended; ``None`` for a client that left.
         texts: Generated texts that can be compared.
+        prompts: What was told of the prompts, likewise.
         has_left: The client went as planned.
         complaints: What must not be.
     """
@@ -35,6 +36,7 @@ class Story:
     status: int = 0
     kind: Kind | None = None
     texts: tuple[str, ...] = ()
+    prompts: tuple[str, ...] = ()
     has_left: bool = False
     complaints: list[str] = field(default_factory=list)
     _began: float = field(default_factory=time.monotonic)
@@ -100,7 +102,7 @@ class Client:
             await self._abort(story)
         answer = await self._answer(story, wire)
         reading = read_answer(plan, answer)
-        story.kind, story.texts = reading.kind, reading.texts
+        story.kind, story.texts, story.prompts = reading.kind, reading.texts, reading.prompts
         story.complaints += reading.complaints
         story.note(f"{reading.kind.value}, {len(answer.body)} bytes")
         if not answer.is_whole or answer.headers.get("connection") == "close":

@@ -2,12 +2,15 @@
 
 import enum
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
 
 from gateway.routes import ROUTES, Route
 from tests.fakes.wire import request_bytes
 from tests.soak.bodies import ASKS, GENERATING, LONG_TOKENS, TOKENS, Ask, spoiled
+
+Asks = Mapping[str, Callable[[Random, int], Ask]]
 
 MAX_BODY_BYTES = 100_000
 _LEAVING = 0.2
@@ -79,23 +82,23 @@ class Plan:
         return f"{self.id} {self.route.path} {mode} {self.wrong or 'good'}; {end}{abort}; {self.key[:300]}"
 
 
-def plan(seed: int, number: int) -> Plan:
-    """The request with that number."""
+def plan(seed: int, number: int, asks: Asks = ASKS) -> Plan:
+    """The request with that number; ``asks`` makes its body, by route."""
     chance = Random(f"{seed}:{number}")
     # Every route in turn, whatever the dice say, and the generating ones beside.
-    paths = list(ROUTES)
+    paths = list(asks)
     path = paths[number // 3 % len(paths)] if number % 3 == 0 else chance.choice(GENERATING)
     public_id = f"soak-{seed}-{number}"
     if chance.random() < _BAD:
-        return _bad(number, public_id, ROUTES[path], chance)
+        return _bad(number, public_id, path, chance, asks)
     does_abort = path in GENERATING and chance.random() < _ABORTING
     leave, manner = Leave.NEVER, Manner.CLOSE
     if not does_abort and chance.random() < _LEAVING / (1 - _BAD - _ABORTING):
         leave, manner = chance.choice([one for one in Leave if one is not Leave.NEVER]), chance.choice(list(Manner))
     # Most of those that want to go from a running answer must find it running.
     is_long = does_abort or (leave not in (Leave.NEVER, Leave.LAST_EVENT) and chance.random() < 0.8)
-    ask = ASKS[path](chance, LONG_TOKENS if is_long else chance.choice(TOKENS))
-    is_stream = path in GENERATING and chance.random() < 0.6
+    ask = asks[path](chance, LONG_TOKENS if is_long else chance.choice(TOKENS))
+    is_stream = path in GENERATING and not ask.is_unary and chance.random() < 0.6
     body, headers = dict(ask.body), {"X-Request-Id": public_id}
     if is_stream:
         body["stream"] = True
@@ -122,9 +125,10 @@ def plan(seed: int, number: int) -> Plan:
     )
 
 
-def _bad(number: int, public_id: str, route: Route, chance: Random) -> Plan:
+def _bad(number: int, public_id: str, path: str, chance: Random, asks: Asks) -> Plan:
+    route = ROUTES[path]
     headers = {"X-Request-Id": public_id}
-    wrong, body = spoiled(ASKS[route.path](chance, 1).body, chance)
+    wrong, body = spoiled(asks[path](chance, 1).body, chance)
     method, is_http = "POST", True
     raw = b""
     kind = chance.randrange(8)

@@ -8,14 +8,16 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from benchmarks.processes import free_port
 from tests.fakes.running import PATIENCE_S, TIME_SCALE
-from tests.fakes.wire import Wire, call, request_bytes
-from tests.soak.bodies import EMBEDDER, MODEL
+from tests.fakes.wire import Answer, Wire, call, request_bytes
+from tests.soak.bodies import EMBEDDER, MODEL, VLLM_MODEL
+from tests.soak.pair_bodies import SHORT_PROMPT_TOKENS
 from tests.soak.plan import MAX_BODY_BYTES
 
 START_S = 3 * PATIENCE_S
@@ -32,6 +34,54 @@ ENGINES: dict[str, tuple[str, ...]] = {
     "embedder-vllm": ("--model", EMBEDDER, "--is-embedding", "--engine", "vllm"),
 }
 FEWER_ENGINES = ("sglang", "sglang-incremental", "vllm", "embedder")
+
+# Options of a gateway in front of pairs.
+PAIR_OPTIONS = {
+    "--short-prompt-tokens": str(SHORT_PROMPT_TOKENS),
+    "--prefill-header-timeout-s": str(4.0 * TIME_SCALE),
+    "--prefill-hold-timeout-s": str(4.0 * TIME_SCALE),
+    "--handoff-drain-timeout-s": str(2.0 * TIME_SCALE),
+    "--handoff-max-age-s": str(3.0 * TIME_SCALE),
+}
+# How long prefill keeps what nobody fetches, and how long one half of a pair waits for the other.
+LEASE_S = 4.0 * TIME_SCALE
+_PAIR_TIMES = {"--transfer-lease-s": LEASE_S, "--transfer-timeout-s": 3.0 * TIME_SCALE, "--lost-prefill-s": 0.3}
+_PAIR_LOG = "30000"
+
+
+def _half(role: str, *options: str) -> tuple[str, ...]:
+    times = [word for name, value in _PAIR_TIMES.items() for word in (name, str(value))]
+    return ("--role", role, *times, "--log-limit", _PAIR_LOG, "--log-body-bytes", "0", *options)
+
+
+_SGLANG_PAIR = ("--model", MODEL)
+# In their development mode they can be paused.
+_VLLM_PAIR = ("--model", VLLM_MODEL, "--engine", "vllm", "--dev-mode")
+HALVES: dict[str, tuple[str, ...]] = {
+    # It serves what pairs cannot, and is the measure of their answers.
+    "alone": _SGLANG_PAIR,
+    "prefill": _half("prefill", *_SGLANG_PAIR, "--dp-size", "2"),
+    "prefill-2": _half("prefill", *_SGLANG_PAIR),
+    "decode": _half("decode", *_SGLANG_PAIR),
+    "decode-2": _half("decode", *_SGLANG_PAIR, "--dp-size", "2"),
+    "vllm-prefill": _half("prefill", *_VLLM_PAIR),
+    "vllm-prefill-2": _half("prefill", *_VLLM_PAIR),
+    "vllm-decode": _half("decode", *_VLLM_PAIR),
+    "vllm-decode-2": _half("decode", *_VLLM_PAIR),
+}
+FEWER_HALVES = ("alone", "prefill", "decode", "decode-2", "vllm-prefill", "vllm-prefill-2", "vllm-decode")
+_OPTIONS = {**ENGINES, **HALVES}
+
+
+# A number that is not zero: decode's own blocks are as few as a fraction of them, so those are no sign.
+_BUSY = re.compile(
+    r"(sglang:num_running_reqs|sglang:num_queue_reqs|vllm:num_requests_(running|waiting))\{.* (?!0(\.0)?$)"
+)
+
+
+def _role(name: str) -> str:
+    options = _OPTIONS[name]
+    return options[options.index("--role") + 1] if "--role" in options else "regular"
 
 
 class Child:
@@ -92,18 +142,34 @@ class Child:
 
 
 class Engine(Child):
-    """A simulated engine that can be killed and comes back at the same port."""
+    """A simulated engine that can be killed and comes back at the same port.
+
+    Attributes:
+        port: Where it listens.
+        model: What it serves.
+        role: ``regular``, or its half of a pair.
+        logs: What its processes have told of themselves, see ``keep_log``.
+    """
 
     def __init__(self, name: str, seed: int, directory: Path) -> None:
         self.port = free_port()
+        self.model = MODEL if VLLM_MODEL not in _OPTIONS[name] else VLLM_MODEL
+        self.role = _role(name)
+        self.logs: list[dict[str, Any]] = []
+        own = ("--bootstrap-port", str(free_port())) if self.role == "prefill" else ()
         options = ("--inter-token-ms", "2", "--health-min-s", "0", "--keep-alive-s", "2", "--seed", str(seed))
-        arguments = ("simulate", "--port", str(self.port), "--log-limit", "10", *options, *ENGINES[name])
+        arguments = ("simulate", "--port", str(self.port), "--log-limit", "10", *options, *_OPTIONS[name], *own)
         super().__init__(name, arguments, directory)
 
     @property
     def url(self) -> str:
         """Base URL."""
         return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def worker_id(self) -> str:
+        """Its id at the gateway."""
+        return self.url.removeprefix("http://")
 
     async def serve(self) -> None:
         """Start it, and again if its port was taken meanwhile, until it listens."""
@@ -119,21 +185,46 @@ class Engine(Child):
 
     async def control(self, path: str, body: Any = None) -> bool:
         """Ask a control route; whether it has answered, which one that is killed or hangs does not."""
+        return await self._asked(path, body or {}) is not None
+
+    async def _asked(self, path: str, body: Any = None, *, method: str = "POST") -> Answer | None:
         with contextlib.suppress(OSError, EOFError, TimeoutError, ValueError, IndexError):
             async with asyncio.timeout(CONTROL_S):
                 reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
                 with contextlib.closing(writer):
                     wire = Wire(reader, writer)
-                    await wire.send(request_bytes(path, body or {}))
-                    return (await wire.answer()).status == 200
-        return False
+                    await wire.send(request_bytes(path, body, method=method))
+                    answer = await wire.answer()
+                    return answer if answer.status == 200 and answer.is_whole else None
+        return None
+
+    async def keep_log(self) -> None:
+        """Add what it has seen to ``logs``, unless it serves alone or does not answer."""
+        if self.role != "regular" and self.is_running and (answer := await self._asked("/_log", method="GET")):
+            self.logs.append(answer.json())
+
+    async def left_over(self) -> dict[str, Any]:
+        """What it still has of requests, empty if nothing."""
+        found: dict[str, Any] = {}
+        for path in ("/metrics", "/_transfers"):
+            answer = await self._asked(path, method="GET")
+            if answer is None:
+                found[path] = "no answer"
+            elif path == "/metrics":
+                found |= {line: True for line in answer.body.decode().splitlines() if _BUSY.match(line)}
+            else:
+                found |= {name: value for name, value in answer.json().items() if value and name != "role"}
+        return found
 
 
 class Gateway(Child):
-    """The gateway in front of engines."""
+    """The gateway in front of engines; ``more`` are options beside the usual ones."""
 
-    def __init__(self, engines: Sequence[Engine], directory: Path) -> None:
+    def __init__(
+        self, engines: Sequence[Engine], directory: Path, more: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         options = {
+            **more,
             "--port": "0",
             "--log-format": "json",
             "--max-body-bytes": str(MAX_BODY_BYTES),
@@ -144,7 +235,7 @@ class Gateway(Child):
             "--breaker-open-s": "0.25",
         }
         arguments = [word for pair in options.items() for word in pair]
-        workers = [word for engine in engines for word in ("--worker", engine.url)]
+        workers = [word for engine in engines for word in ("--worker", f"{engine.url},role={engine.role}")]
         super().__init__("gateway", ["serve", *arguments, *workers], directory)
         self.address = ("", 0)
         self._workers = len(engines)

@@ -6,7 +6,7 @@ import json
 import signal
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -15,17 +15,35 @@ from typing import Any
 
 from benchmarks.procfs import rss_bytes
 from tests.fakes.running import TIME_SCALE
-from tests.soak import audit
+from tests.soak import audit, pair_audit, pairs
+from tests.soak.bodies import ASKS
 from tests.soak.client import Client, Story
-from tests.soak.plan import plan
+from tests.soak.plan import Asks, plan
 from tests.soak.processes import Engine, Gateway
-from tests.soak.saboteur import Saboteur
+from tests.soak.saboteur import TROUBLE, Saboteur, Trouble
 
 CLIENTS = 32
 SETTLE_S = 30.0 * TIME_SCALE
 # Probes keep connections, and one of each may be on its way.
 IDLE_SOCKETS_PER_ENGINE = 3
 _SAMPLES = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What a soak is about.
+
+    Attributes:
+        engines: Names in ``tests.soak.processes.ENGINES``.
+        asks: What the clients ask for.
+        trouble: What goes wrong.
+        options: Of the gateway.
+    """
+
+    engines: Collection[str]
+    asks: Asks = field(default_factory=lambda: ASKS)
+    trouble: Trouble = TROUBLE
+    options: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -38,6 +56,7 @@ class Report:
         outcomes: Requests by outcome, as the access log says.
         kinds: Answers by what the clients saw.
         acts: What was done to the engines.
+        pairs: Numbers of the requests over pairs; empty without any.
         rss: Resident bytes of the gateway by the number of requests that had ended, after that of the load's end.
     """
 
@@ -46,6 +65,7 @@ class Report:
     outcomes: Counter[str] = field(default_factory=Counter)
     kinds: Counter[str] = field(default_factory=Counter)
     acts: list[str] = field(default_factory=list)
+    pairs: str = ""
     rss: list[tuple[int, int]] = field(default_factory=list)
 
     @property
@@ -60,29 +80,33 @@ class Report:
         sizes = ", ".join(f"{ended}: {size / 2**20:.1f}" for ended, size in self.rss[:: max(len(self.rss) // 10, 1)])
         return (
             f"{self.duration_s:.1f} s, outcomes {dict(self.outcomes)}, seen {dict(self.kinds)}, {len(self.acts)} acts;"
+            f" {self.pairs or 'no pairs'};"
             f" RSS in MiB after requests {sizes}; {self.growth_bytes / 2**20:+.2f} MiB from quarter 2 to 4"
         )
 
 
-async def soak(requests: int, seed: int, engines: Sequence[str], directory: Path) -> Report:
+async def soak(requests: int, seed: int, scene: Scene, directory: Path) -> Report:
     """Run a soak.
 
     Args:
         requests: How many.
         seed: Decides what they are.
-        engines: Names in ``tests.soak.processes.ENGINES``.
+        scene: What it is about.
         directory: For what the processes print.
     """
-    async with _processes(engines, seed, directory) as (gateway, started):
+    async with _processes(scene, seed, directory) as (gateway, started):
         report = Report()
         # The first request to each worker makes what stays.
         sockets, files = gateway.sockets(), gateway.files()
         began = time.monotonic()
-        stories = await _load(requests, seed, gateway, started, report)
+        stories = await _load(requests, seed, scene, gateway, started, report, directory)
         report.duration_s = time.monotonic() - began
         report.problems += await _left_over(gateway, sockets, files, IDLE_SOCKETS_PER_ENGINE * len(started))
         report.rss.append((len(stories), rss_bytes(gateway.pid)))
         metrics = await gateway.text("/metrics")
+        halves = [engine for engine in started if engine.role != "regular"]
+        report.problems += await pairs.left_over(halves)
+        report.problems += await pairs.compare(stories, started) if halves else []
         gateway.send(signal.SIGTERM)
         if (code := await gateway.ended()) != 0:
             report.problems.append(f"the gateway ended with {code}")
@@ -93,14 +117,19 @@ async def soak(requests: int, seed: int, engines: Sequence[str], directory: Path
         report.problems += audit.audit_access(stories, lines)
         report.problems += audit.audit_metrics(metrics, lines)
         report.problems += audit.audit_texts(stories)
+        if halves:
+            logs = {engine.worker_id: engine.logs for engine in halves}
+            report.problems += pair_audit.audit_pairs(lines, logs)
+            (directory / "logs.json").write_text(json.dumps({one.name: one.logs for one in halves}))
+            report.pairs = pair_audit.figures(lines, logs, metrics)
         report.problems += audit.audit_log(gateway.stderr.read_text())
         return report
 
 
 @asynccontextmanager
-async def _processes(names: Sequence[str], seed: int, directory: Path) -> AsyncIterator[tuple[Gateway, list[Engine]]]:
-    started = [Engine(name, seed, directory) for name in names]
-    gateway = Gateway(started, directory)
+async def _processes(scene: Scene, seed: int, directory: Path) -> AsyncIterator[tuple[Gateway, list[Engine]]]:
+    started = [Engine(name, seed, directory) for name in scene.engines]
+    gateway = Gateway(started, directory, scene.options)
     try:
         for engine in started:
             engine.start()
@@ -114,9 +143,17 @@ async def _processes(names: Sequence[str], seed: int, directory: Path) -> AsyncI
             child.kill()
 
 
-async def _load(requests: int, seed: int, gateway: Gateway, engines: Sequence[Engine], report: Report) -> list[Story]:
+async def _load(
+    requests: int,
+    seed: int,
+    scene: Scene,
+    gateway: Gateway,
+    engines: Sequence[Engine],
+    report: Report,
+    directory: Path,
+) -> list[Story]:
     """Let the clients do their requests while the saboteur does its work; returns when all have ended."""
-    saboteur = Saboteur(engines, gateway, seed)
+    saboteur = Saboteur(engines, gateway, seed, scene.trouble)
     stories: list[Story] = []
     numbers = count()
 
@@ -125,7 +162,7 @@ async def _load(requests: int, seed: int, gateway: Gateway, engines: Sequence[En
         for number in numbers:
             if number >= requests:
                 break
-            stories.append(await client.carry_out(plan(seed, number)))
+            stories.append(await client.carry_out(plan(seed, number, scene.asks)))
             saboteur.request_ended()
             if len(stories) % max(requests // _SAMPLES, 1) == 0:
                 report.rss.append((len(stories), rss_bytes(gateway.pid)))
@@ -140,6 +177,7 @@ async def _load(requests: int, seed: int, gateway: Gateway, engines: Sequence[En
             task.cancel()
     await saboteur.make_peace()
     report.acts = saboteur.acts
+    (directory / "acts.txt").write_text("\n".join(report.acts))
     return stories
 
 

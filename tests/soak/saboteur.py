@@ -1,8 +1,10 @@
 """What goes wrong with the engines of a soak: scripted faults, deaths and returns, freezes, removals."""
 
 import asyncio
+import contextlib
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 from urllib.parse import quote
@@ -29,7 +31,31 @@ _FAULTS: dict[str, tuple[str, ...]] = {
     "end": (*_HEAD, "status:500"),
     "abort": ("hang", "reset", "close", "status:500", "garbage", "delay:100", "ignore"),
 }
+# Every engine may have three faults that strike a call.
+_CALLS = 10
+# Places that are struck whatever the request.
+_MATCHLESS = ("connect", "abort", "transfer")
 _HANGS = ("connect", "headers", "first_event", "event:2", "end")
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """What can go wrong.
+
+    Attributes:
+        faults: What can be done, by the place.
+        hangs: Where an engine can hang.
+        pauses: Generation is paused now and then.
+    """
+
+    faults: Mapping[str, tuple[str, ...]]
+    hangs: tuple[str, ...]
+    pauses: bool = False
+
+
+TROUBLE = Trouble(_FAULTS, _HANGS)
+# Several times as often as elsewhere, since that is where the halves meet.
+PAIR_TROUBLE = Trouble({**_FAULTS, "transfer": ("delay:200", "fail", "drop")}, (*_HANGS, "transfer"), pauses=True)
 
 
 class Saboteur:
@@ -41,13 +67,15 @@ class Saboteur:
         engines: Whom it does it to.
         gateway: In front of them.
         seed: Decides what is done in which order; when, the requests decide.
+        trouble: What is done.
 
     Attributes:
         acts: What was done, after how many requests.
     """
 
-    def __init__(self, engines: Sequence[Engine], gateway: Gateway, seed: int) -> None:
+    def __init__(self, engines: Sequence[Engine], gateway: Gateway, seed: int, trouble: Trouble = TROUBLE) -> None:
         self._engines = engines
+        self._trouble = trouble
         self._gateway = gateway
         self._seed = seed
         self._ended = 0
@@ -65,15 +93,16 @@ class Saboteur:
         chance = Random(f"faults:{self._seed}")
         while True:
             await self._pause(_REQUESTS_PER_FAULT)
-            at = chance.choice(list(_FAULTS))
-            await self._script(chance, chance.choice(self._engines), at, chance.choice(_FAULTS[at]))
+            at = chance.choice(list(self._trouble.faults))
+            await self._script(chance, chance.choice(self._engines), at, chance.choice(self._trouble.faults[at]))
 
     async def disturb(self) -> None:
         """Have one engine after the other fail as a whole; goes on until cancelled."""
         chance = Random(f"engines:{self._seed}")
         while True:
             await self._pause(_REQUESTS_PER_DISTURBANCE)
-            act = chance.choice((self._hang, self._die, self._freeze, self._remove))
+            acts = [self._hang, self._die, self._freeze, self._remove]
+            act = chance.choice([*acts, self._hold] if self._trouble.pauses else acts)
             await act(chance, chance.choice(self._engines))
 
     async def make_peace(self) -> None:
@@ -82,10 +111,12 @@ class Saboteur:
             if engine.is_running:
                 engine.send(signal.SIGCONT)
             await engine.serve()
+            await engine.keep_log()
             # The faults of new connections strike this one too.
             while not await engine.control("/_reset"):
                 engine.kill()
                 await engine.serve()
+        await self._go_on()
 
     async def _pause(self, requests: int) -> None:
         """Let that many requests end, or some time pass where none does."""
@@ -103,19 +134,20 @@ class Saboteur:
     async def _script(self, chance: Random, engine: Engine, at: str, do: str) -> None:
         fault: dict[str, Any] = {"at": at, "do": do, "times": chance.randint(1, 3)}
         kind = chance.randrange(4)
-        if at not in ("connect", "abort") and kind == 0:
+        if at not in _MATCHLESS and kind == 0:
             fault["match"] = {"path": chance.choice(list(ROUTES))}
-        elif at not in ("connect", "abort") and kind == 1:
+        elif at not in _MATCHLESS and kind == 1:
             fault["match"] = {"stream": chance.random() < 0.5}
         self._note(engine, f"{fault}")
         await engine.control("/_fault", fault)
 
     async def _hang(self, chance: Random, engine: Engine) -> None:
-        await self._script(chance, engine, chance.choice(_HANGS), "hang")
+        await self._script(chance, engine, chance.choice(self._trouble.hangs), "hang")
         await self._pause(_REQUESTS_PER_DISTURBANCE)
         await self._die(chance, engine)
 
     async def _die(self, chance: Random, engine: Engine) -> None:
+        await engine.keep_log()
         engine.kill()
         self._note(engine, "killed")
         await self._pause(chance.randint(0, _REQUESTS_PER_DISTURBANCE))
@@ -131,9 +163,28 @@ class Saboteur:
 
     async def _remove(self, chance: Random, engine: Engine) -> None:
         """Take it out of the fleet, and in again."""
-        address, worker_id = self._gateway.address, engine.url.removeprefix("http://")
-        path = f"/workers/{worker_id}?drain_timeout_s={chance.choice((0.0, 0.2))}"
+        address = self._gateway.address
+        path = f"/workers/{engine.worker_id}?drain_timeout_s={chance.choice((0.0, 0.2))}"
         removed = await call(address, path, method="DELETE")
         await self._pause(chance.randint(1, _REQUESTS_PER_DISTURBANCE))
-        added = await call(address, f"/add_worker?url={quote(engine.url)}")
+        if engine.role == "regular":
+            added = await call(address, f"/add_worker?url={quote(engine.url)}")
+        else:
+            added = await call(address, "/workers", {"url": engine.url, "worker_type": engine.role})
         self._note(engine, f"removed ({removed.status}) and added ({added.status})")
+
+    async def _hold(self, chance: Random, engine: Engine) -> None:
+        """Pause generation everywhere, as for new weights."""
+        with contextlib.suppress(TimeoutError, OSError, EOFError):  # an engine that hangs does not answer
+            paused = await call(self._gateway.address, "/pause_generation", {"mode": "in_place"})
+            self._note(engine, f"and others paused ({paused.status})")
+        await self._pause(chance.randint(1, _REQUESTS_PER_DISTURBANCE))
+        await self._go_on()
+        self._note(engine, "and others generate again")
+
+    async def _go_on(self) -> None:
+        """End the pause at all of them; a fault may strike that too."""
+        for _ in range(_CALLS):
+            with contextlib.suppress(TimeoutError, OSError, EOFError):
+                if (await call(self._gateway.address, "/continue_generation", {})).status == 200:
+                    break

@@ -1,18 +1,23 @@
 """The soak, small in every test run and large in ``make soak``."""
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 from random import SystemRandom
 
 import pytest
 
 from tests.fakes.running import TIME_SCALE
-from tests.soak.processes import ENGINES, FEWER_ENGINES
-from tests.soak.run import soak
+from tests.soak.pair_bodies import PAIR_ASKS
+from tests.soak.processes import ENGINES, FEWER_ENGINES, FEWER_HALVES, HALVES, PAIR_OPTIONS
+from tests.soak.run import Scene, soak
+from tests.soak.saboteur import PAIR_TROUBLE
 
 SEED = int(os.environ.get("SOAK_SEED", "0")) or SystemRandom().randrange(1, 1_000_000)
 REQUESTS = int(os.environ.get("SOAK_REQUESTS", "20000"))
 SMALL = 700
+PAIR_REQUESTS = int(os.environ.get("SOAK_REQUESTS", "10000"))
+SMALL_PAIRS = 400
 # What allocators keep back; 1 KiB left by each request would be more than twice as much.
 MAX_GROWTH_BYTES = 6 * 2**20
 SHOWN = 5
@@ -24,9 +29,9 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-async def _soak(requests: int, seed: int, engines: tuple[str, ...], directory: Path) -> None:
+async def _soak(requests: int, seed: int, scene: Scene, directory: Path) -> None:
     print(f"SOAK_SEED={seed} SOAK_REQUESTS={requests}")
-    report = await soak(requests, seed, engines, directory)
+    report = await soak(requests, seed, scene, directory)
     print(report)
     if report.problems:
         shown = "\n\n".join(report.problems[:SHOWN])
@@ -38,10 +43,25 @@ async def _soak(requests: int, seed: int, engines: tuple[str, ...], directory: P
 
 @pytest.mark.timeout(120 * TIME_SCALE)
 async def test_hundreds_of_mixed_requests(tmp_path: Path) -> None:
-    await _soak(SMALL, SEED, FEWER_ENGINES, tmp_path)
+    await _soak(SMALL, SEED, Scene(FEWER_ENGINES), tmp_path)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600 * TIME_SCALE)
 async def test_thousands_of_mixed_requests(tmp_path: Path) -> None:
-    await _soak(REQUESTS, SEED, tuple(ENGINES), tmp_path)
+    await _soak(REQUESTS, SEED, Scene(ENGINES), tmp_path)
+
+
+def _pairs(engines: Collection[str]) -> Scene:
+    return Scene(engines, PAIR_ASKS, PAIR_TROUBLE, PAIR_OPTIONS)
+
+
+@pytest.mark.timeout(120 * TIME_SCALE)
+async def test_hundreds_of_requests_over_pairs(tmp_path: Path) -> None:
+    await _soak(SMALL_PAIRS, SEED, _pairs(FEWER_HALVES), tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600 * TIME_SCALE)
+async def test_thousands_of_requests_over_pairs(tmp_path: Path) -> None:
+    await _soak(PAIR_REQUESTS, SEED, _pairs(HALVES), tmp_path)

@@ -1,0 +1,68 @@
+"""What the gateway says of requests over pairs against what the engines' logs say. Pure."""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from gateway.outcome import Outcome
+
+Line = Mapping[str, Any]
+# Of each worker, what its processes have told of themselves; those that were killed may have told of less.
+Logs = Mapping[str, Sequence[Mapping[str, Any]]]
+_ABANDONED = re.compile(r"^forebay_handoff_abandoned_total ([\d.e+]+)$", re.MULTILINE)
+
+
+def audit_pairs(lines: Iterable[Line], logs: Logs) -> list[str]:
+    """Both halves of a complete answer were complete, and prefill is blamed only where it did not do its part."""
+    entries = _entries(logs)
+    problems = []
+    for line in lines:
+        if line.get("prefill_worker") is None:
+            continue
+        prefill, decode = (_of(entries, line[worker], line) for worker in ("prefill_worker", "worker"))
+        if line["outcome"] == Outcome.COMPLETE and line["attempts"] == 1:
+            bad = [one for one in (*prefill, *decode) if not _is_whole(one) or "status" in one["faults"]]
+            problems += [f"complete: {line}\n  but {one}" for one in bad]
+        if line["outcome"] == Outcome.PREFILL_FAILED:
+            good = {id for one in prefill if _is_whole(one) and not one["faults"] for id in _ids(one)}
+            if good >= set(line["engine_ids"]):
+                problems.append(f"prefill is blamed: {line}\n  but {prefill}")
+    return problems
+
+
+def _of(entries: Mapping[tuple[str, str], list[Line]], worker: str, line: Line) -> list[Line]:
+    """What a worker has seen of a request, as far as it has ended there."""
+    found = [one for id in line["engine_ids"] for one in entries.get((worker, id), ())]
+    return [one for one in found if one["ended"] is not None]
+
+
+def _entries(logs: Logs) -> dict[tuple[str, str], list[Line]]:
+    found: dict[tuple[str, str], list[Line]] = defaultdict(list)
+    for worker, told in logs.items():
+        for entry in (one for log in told for one in log["requests"]):
+            for id in _ids(entry):
+                found[worker, id].append(entry)
+    return found
+
+
+def _ids(entry: Line) -> set[str]:
+    """Ids that the gateway gave: SGLang's are in the body, vLLM's in a header."""
+    return {*entry["rids"], *(value for name, value in entry["headers"] if name.lower() == "x-request-id")}
+
+
+def _is_whole(entry: Line) -> bool:
+    return bool(entry["status"] == 200 and entry["ended"] == "complete")
+
+
+def figures(lines: Sequence[Line], logs: Logs, metrics: str) -> str:
+    """A few numbers for people."""
+    paired = [line for line in lines if line.get("prefill_worker")]
+    outcomes = Counter(line["outcome"] for line in paired)
+    again = sum(line["attempts"] > 1 for line in paired)
+    abandoned = _ABANDONED.search(metrics)
+    transfers = Counter(one["event"] for told in logs.values() for log in told for one in log["transfers"])
+    return (
+        f"{len(paired)} over pairs, {again} of them tried again, {dict(outcomes)};"
+        f" {abandoned[1] if abandoned else '?'} handoffs abandoned; transfers {dict(transfers)}"
+    )
