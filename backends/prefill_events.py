@@ -5,7 +5,7 @@ how many of the prompt's tokens were cached. An engine reports many failures ins
 the same event as tokens, so every event is looked into before it is dropped.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -36,6 +36,10 @@ class PrefillRefused(UpstreamError):
         self.status = status
         self.kind = kind
         self.body = body
+
+    def renamed(self, rename: Callable[[bytes], bytes]) -> "PrefillRefused":
+        """The same for a client, in whose terms ``rename`` puts the ids that engines name in their messages."""
+        return PrefillRefused(self.status, rename(str(self).encode()).decode(), self.kind, rename(self.body))
 
 
 @dataclass(slots=True)
