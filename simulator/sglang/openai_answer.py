@@ -134,6 +134,7 @@ def _completion_logprobs(
     count = request.generate.prompts[0].returns.top_logprobs
     tokens = s.output[start:]
     first = len(s.prompt) + start
+    with_prompt = with_prompt and not context.is_decode
     if with_prompt:
         tokens, first = [*s.prompt, *tokens], 0
     values: list[float | None] = [logprob(token, first + i) for i, token in enumerate(tokens)]

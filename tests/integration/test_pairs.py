@@ -78,3 +78,26 @@ def by_item(answer: Answer, *, is_stream: bool) -> dict[int, list[Any]]:
         index = item.get("index", 0 if is_stream else position)
         found[index] = [item["text"], item["output_ids"], *(meta.get(name) for name in _META)]
     return found
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["unary", "stream"])
+async def test_an_echoed_prompt_is_told_once(is_stream: bool) -> None:
+    async with pair_fleet() as f:
+        body = {"model": f.alone.options.model, "prompt": TEXT, "max_tokens": 4, "echo": True, "logprobs": 1}
+        over_pair, alone = await both(f, "/v1/completions", {**body, "stream": is_stream})
+        assert same_everywhere(over_pair.body) == same_everywhere(alone.body)
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions"])
+async def test_what_prefill_says_of_its_failure_is_said_in_the_clients_terms(path: str) -> None:
+    async with pair_fleet(gateway={"max_attempts": 1}) as f:
+        f.prefills[0].add_fault(at="headers", do="abort_finish")
+        body: dict[str, Any] = (
+            {"text": TEXT} if path == "/generate" else {"messages": [{"role": "user", "content": TEXT}]}
+        )
+        answer = await f.call(path, {"model": f.alone.options.model, **body}, headers={"X-Request-Id": "mine"})
+        assert answer.status == 502
+        assert "req.rid='mine'" in answer.json()["error"]["message"]
+        record = await f.gateway.record()
+        assert record.outcome == "prefill_failed"
+        assert not any(id.encode() in answer.body for id in record.engine_ids)
