@@ -34,9 +34,10 @@ _event = msgspec.json.Decoder(_Event)
 
 
 def has_output(event_data: bytes) -> bool:
-    """Whether the engine has generated a token, or has ended a choice or the whole request.
+    """Whether the engine has generated a token, or has ended a choice.
 
-    Chat streams begin with an event that names the role and holds no token.
+    An error shows neither that nor that the prompt's blocks were taken over. Chat streams begin with an event that
+    names the role and holds no token.
 
     Args:
         event_data: Payload of one event of ``/v1/chat/completions``, ``/v1/completions`` or ``/inference/v1/generate``.
@@ -50,7 +51,9 @@ def has_output(event_data: bytes) -> bool:
         event = _event.decode(event_data)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise AnswerMalformed(f"an event of the engine's stream cannot be read: {exc}") from exc
-    if bytes(event.error) != b"null" or (event.usage is not None and event.usage.completion_tokens):
+    if bytes(event.error) != b"null":
+        return False
+    if event.usage is not None and event.usage.completion_tokens:
         return True
     return any(_shows(choice) for choice in event.choices)
 

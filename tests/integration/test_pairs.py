@@ -7,6 +7,7 @@ import orjson
 import pytest
 
 from tests.fakes.pair_fleet import IDS, TEXT, PairFleet, pair_fleet
+from tests.fakes.running import TIME_SCALE
 from tests.fakes.wire import Answer
 
 _OWN = (
@@ -101,3 +102,14 @@ async def test_what_prefill_says_of_its_failure_is_said_in_the_clients_terms(pat
         record = await f.gateway.record()
         assert record.outcome == "prefill_failed"
         assert not any(id.encode() in answer.body for id in record.engine_ids)
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["unary", "stream"])
+async def test_a_transfer_that_fails_at_vllm_is_counted(is_stream: bool) -> None:
+    """Decode says so inside an answer of status 200, which is no sign that it has taken the prompt over."""
+    async with pair_fleet(engine="vllm", gateway={"max_attempts": 1}, transfer_lease_s=0.3 * TIME_SCALE) as f:
+        f.decodes[0].add_fault(at="transfer", do="fail")
+        body = {"model": f.alone.options.model, "prompt": TEXT, "max_tokens": 4, "stream": is_stream}
+        answer = await f.call("/v1/completions", body)
+        assert answer.status == 502
+        assert "forebay_handoff_abandoned_total 1.0" in (await f.gateway.client.get("/metrics")).text

@@ -29,7 +29,7 @@ CAPTURES = Path(__file__).parents[2] / "data" / "captures" / "vllm"
         pytest.param(b'{"choices":[{"text":"","finish_reason":"abort"}]}', True, id="aborted"),
         pytest.param(b'{"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":0}}', False, id="usage, no token"),
         pytest.param(b'{"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":1}}', True, id="usage"),
-        pytest.param(b'{"error":{"message":"dead"}}', True, id="error"),
+        pytest.param(b'{"error":{"message":"dead"}}', False, id="error"),
     ],
 )
 def test_events(data: bytes, expected: bool) -> None:
