@@ -27,6 +27,7 @@ from kv_events.relay_wire import (
     Ack,
     Beat,
     Bye,
+    Clear,
     Hello,
     Refuse,
     Resync,
@@ -168,9 +169,11 @@ class KvListener:
     def _apply(self) -> None:
         """Do a piece of the work of the next rank, each in its turn."""
         rank = self._busy.popleft()
-        if rank.is_closed or not rank.has_work:
+        if rank.is_closed:
             return
-        rank.step(self._loop.time())
+        # Without work it has dropped what there was, which the relay's window must hear of all the same.
+        if rank.has_work:
+            rank.step(self._loop.time())
         if rank.has_work:
             self._busy.append(rank)
         # Whoever holds it now: the session that the work came with may be over.
@@ -321,20 +324,20 @@ class KvListener:
 
         def make() -> RelayedRank:
             rank = self._ranks[key] = RelayedRank(
-                spec, relay.hello.publisher, self._kv.index, self._kv.sweeper, self._kv, self._resync_of(key)
+                spec, relay.hello.publisher, self._kv.index, self._kv.sweeper, self._kv, self._teller(key)
             )
             return rank
 
         self._kv.attach(relay.worker_id, dp_rank, make)
         return self._ranks[key]
 
-    def _resync_of(self, key: tuple[str, int]) -> Callable[[int, str], None]:
-        def ask(dp_rank: int, reason: str) -> None:
+    def _teller(self, key: tuple[str, int]) -> Callable[[Resync | Clear], None]:
+        def tell(message: Resync | Clear) -> None:
             holder = self._table.holder(*key)
             if holder is not None and not self._is_closed:
-                self._send(holder.session, Resync(dp_rank, reason))
+                self._send(holder.session, message)
 
-        return ask
+        return tell
 
     # Time
 

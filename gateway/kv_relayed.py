@@ -14,7 +14,7 @@ from kv_events.index import PrefixIndex
 from kv_events.index_sweep import IndexSweeper
 from kv_events.publisher import PublisherSpec, SourceObserver
 from kv_events.relay_snapshot import restore_part, restore_shape
-from kv_events.relay_wire import Begin, Cursor, End, Events, Part, Reset, Resume
+from kv_events.relay_wire import Begin, Clear, Cursor, End, Events, Part, Reset, Resume, Resync
 from kv_events.sequence import SourceState
 
 logger = logging.getLogger("forebay.kv_events")
@@ -32,7 +32,7 @@ class RelayedRank:
         index: Where its blocks go; it gives them back at the end.
         sweeper: Of the index.
         observer: Counts and shows what happens.
-        ask_resync: Called with the reason when nothing but a snapshot helps.
+        tell: Sends the relay a message.
 
     Attributes:
         spec: The rank, with the limits of its engine.
@@ -50,7 +50,7 @@ class RelayedRank:
         index: PrefixIndex,
         sweeper: IndexSweeper,
         observer: SourceObserver,
-        ask_resync: Callable[[int, str], None],
+        tell: Callable[[Resync | Clear], None],
     ) -> None:
         self.spec = spec
         self.publisher = publisher
@@ -61,7 +61,7 @@ class RelayedRank:
         self._index = index
         self._sweeper = sweeper
         self._observer = observer
-        self._ask_resync = ask_resync
+        self._tell = tell
         self._queue = DeliveryQueue(spec, index, observer)
         self._work: deque[_Work] = deque()
         self._boot: str | None = None
@@ -75,6 +75,8 @@ class RelayedRank:
         # The relay has said where it goes on, and, if that is a snapshot, all of it has been applied.
         self._is_synced = False
         self._is_loading = False
+        # The cache was emptied while nobody knew what the relay would send first.
+        self._owes_clear = False
         self._has_session = False
         self._is_connected = False
         self._reported: SourceState | None = None
@@ -117,8 +119,26 @@ class RelayedRank:
         known, self._boot = self._boot, identity
         if known not in (None, identity):
             self._forget("boot")
-            self._is_synced = False
             self._resync("boot")
+
+    def on_cleared(self) -> None:
+        """The engine's cache was emptied: what has come is worthless, here and at the relay, whose snapshots have it.
+
+        The engine tells so itself as a rule, a little later; then this changes nothing.
+        """
+        if not (self._is_synced or self._is_loading):
+            self._owes_clear = True
+            return
+        received, is_complete = self._received, self._is_complete
+        self._drop()
+        self._is_complete = is_complete
+        if received is not None:
+            self._tell(Clear(self.spec.source.dp_rank, self._epoch, received))
+        if self._is_loading:
+            self._resync("cleared")
+        else:
+            self._applied = received
+            self.report()
 
     def on_session(self) -> None:
         """A session with the relay has begun; it will say where it goes on."""
@@ -151,6 +171,9 @@ class RelayedRank:
             self._is_synced = message.epoch == self._epoch
             if not self._is_synced:
                 self._resync("epoch")
+            elif self._owes_clear:
+                self._owes_clear = False
+                self.on_cleared()
         elif self._is_wanted(message):
             self._work.append((message, body, cost_bytes))
             return
@@ -173,7 +196,11 @@ class RelayedRank:
             self._received = self._snapshot_seq = message.last_seq
             self._is_complete = message.is_complete
             self._is_loading, self._is_synced = True, False
+            if self._owes_clear:
+                self._owes_clear = False
+                self.on_cleared()
             return
+        self._owes_clear = False
         self._forget(message.reason)
         if message.reason == "restart":
             self._queue.new_life()
@@ -185,7 +212,6 @@ class RelayedRank:
         if message.epoch != self._epoch or (self._received is not None and message.seq <= self._received):
             return False
         if self._received is not None and message.seq != self._received + 1:
-            self._is_synced = False
             self._resync("sequence")
             return False
         if self._received is None and message.seq == 0:
@@ -195,8 +221,9 @@ class RelayedRank:
 
     def _resync(self, reason: str) -> None:
         self._received = None
+        self._is_synced = self._is_loading = False
         self._epoch = -1  # nothing that is on its way belongs to what comes next
-        self._ask_resync(self.spec.source.dp_rank, reason)
+        self._tell(Resync(self.spec.source.dp_rank, reason))
         self.report()
 
     # Work in pieces
@@ -250,11 +277,15 @@ class RelayedRank:
         self._told_reset(reason)
 
     def _forget(self, reason: str) -> None:
+        self._drop()
+        self._told_reset(reason)
+
+    def _drop(self) -> None:
         self.done_bytes += self._cost_bytes + sum(cost for _, _, cost in self._work)
         self._work.clear()
         self._cost_bytes = 0
         self._queue.reset()
-        self._told_reset(reason)
+        self._sweeper.wake()
 
     def _told_reset(self, reason: str) -> None:
         self._is_complete = False

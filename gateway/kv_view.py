@@ -152,6 +152,10 @@ class KvView:
         for rank in self.index.ranks():
             if rank[0] == worker_id:
                 self.index.clear_rank(rank)
+        followed = self._followed.get(worker_id)
+        for source in followed.subscribers.values() if followed else ():
+            if isinstance(source, RelayedRank):
+                source.on_cleared()
         self.sweeper.wake()
 
     def _follow(self, member: Member, facts: EngineFacts) -> None:

@@ -7,7 +7,7 @@ and for events and parts of snapshots a body, which is passed on as it came. One
     gateway: Accept | Refuse                          where to go on with each rank, or why not
     relay:   Resume | Begin Part* End                 for each rank: go on, or all that the rank holds now
     relay:   Events, Reset, Beat, ..., Bye            what happens then
-    gateway: Ack, Resync                              what it has applied; what it wants whole again
+    gateway: Ack, Resync, Clear                       what it has applied; what it wants whole again; what is no more
 
 Numbers of events are the engine's own. They are without a hole inside an epoch; ``Reset`` begins the next epoch, of
 which nothing is known. A relay sends no more than ``WINDOW_BYTES`` that the gateway has not acknowledged.
@@ -235,8 +235,22 @@ class Resync(_Message, tag="resync", frozen=True):
     reason: _Name
 
 
+class Clear(_Message, tag="clear", frozen=True):
+    """The engine's cache was emptied, as the gateway knows from the engine's answer to a call.
+
+    Attributes:
+        dp_rank: The rank.
+        epoch: Life of its source.
+        last_seq: What this batch and earlier ones stored is worthless; later ones count.
+    """
+
+    dp_rank: _Rank
+    epoch: _Count
+    last_seq: _Count
+
+
 ToGateway: TypeAlias = Hello | Events | Reset | Resume | Begin | Part | End | Beat | Bye
-ToRelay: TypeAlias = Accept | Refuse | Ack | Resync
+ToRelay: TypeAlias = Accept | Refuse | Ack | Resync | Clear
 
 _ENCODER = msgspec.msgpack.Encoder()
 _TO_GATEWAY: msgspec.msgpack.Decoder[ToGateway] = msgspec.msgpack.Decoder(ToGateway)

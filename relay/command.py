@@ -110,6 +110,7 @@ def _publisher(spec: FeedSpec, settings: RelaySettings, client: UpstreamClient) 
         role="leader" if node.is_leader else "follower",
         ranks=tuple(RankOffer(source.dp_rank, source.block_size) for source in node.sources),
         dp_size=node.dp_size,
+        capacity_blocks=node.kv_blocks,
         group=None if group is None else Group(group.literal, group.addresses),
         relay_version=importlib.metadata.version("forebay"),
     )

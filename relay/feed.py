@@ -46,6 +46,9 @@ class Feed(Protocol):
     def source_state(self, rank: int, is_connected: bool) -> None:
         """The connection to the rank's publisher was made or lost; what the rank held stays for the time being."""
 
+    def remap(self, worker_url: str) -> None:
+        """The leader is back under another address: the ranks are that worker's, and what they hold stays."""
+
     def gateways(self) -> Mapping[str, GatewayState]:
         """Give the state of every gateway, by the URL that the operator gave."""
 

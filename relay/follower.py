@@ -1,7 +1,8 @@
 """Whose follower a node is: the leader of its group among those that the gateways know. Pure.
 
 A leader's relay announces its group to every gateway. A gateway that cannot be asked says nothing about anybody, and
-one that has just restarted has not heard of the leader yet.
+one that has just restarted has not heard of the leader yet. A leader that comes back under another address may be known
+under both for a while.
 """
 
 from collections.abc import Iterable, Mapping
@@ -80,23 +81,40 @@ class LeaderWatch:
         self._group = group
         self._leader = leader
         self._missing_since_s: float | None = None
+        self._several_since_s: float | None = None
 
-    def on_leaders(self, now_s: float, views: Mapping[str, tuple[Leader, ...] | None]) -> None:
+    def on_leaders(self, now_s: float, views: Mapping[str, tuple[Leader, ...] | None]) -> str | None:
         """Compare with what the gateways say now: leaders by gateway, ``None`` for one that cannot be asked.
 
+        Returns:
+            The leader's address if it is another one than before, else ``None``.
+
         Raises:
-            RelayEnded: The leader has gone, or is no longer what it was.
+            RelayEnded: The leader has gone, is no longer what it was, or there are two for too long.
         """
         answers = [view for view in views.values() if view is not None]
-        found = find_leader(self._group, (leader for view in answers for leader in view))
-        if found is None:
+        ours = [one for view in answers for one in view if match(self._group, one.group) is not Match.NONE]
+        if not ours:
             self._is_missing(now_s, can_tell=bool(answers))
-            return
+            return None
         self._missing_since_s = None
-        for view in answers:
-            for leader in view:
-                if match(self._group, leader.group) is not Match.NONE:
-                    self._compare(leader)
+        if self._are_several(now_s, ours):
+            return None
+        known_url = self._leader.worker_url
+        for leader in ours:
+            self._compare(leader)
+        self._leader = ours[0]
+        return None if ours[0].worker_url == known_url else ours[0].worker_url
+
+    def _are_several(self, now_s: float, leaders: list[Leader]) -> bool:
+        if len({leader.worker_id for leader in leaders}) == 1:
+            self._several_since_s = None
+            return False
+        if self._several_since_s is None:
+            self._several_since_s = now_s
+        if now_s - self._several_since_s >= LEADER_GRACE_S:
+            find_leader(self._group, leaders)  # raises
+        return True
 
     def _is_missing(self, now_s: float, can_tell: bool) -> None:
         if not can_tell:
@@ -108,7 +126,7 @@ class LeaderWatch:
 
     def _compare(self, leader: Leader) -> None:
         known = self._leader
-        for name in ("worker_id", "worker_url", "dp_size", "block_size", "local_dp_ranks"):
+        for name in ("dp_size", "block_size", "local_dp_ranks"):
             before, after = getattr(known, name), getattr(leader, name)
             if before != after:
                 raise RelayEnded(f"{name} of the leader {known.worker_id} was {before} and is now {after}")

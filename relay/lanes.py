@@ -45,6 +45,8 @@ class _Lane:
         wants_snapshot: What comes next is no longer in the buffer, or the gateway asked.
         snapshot: That is being sent.
         sent_parts: Messages of it that are sent, its head included.
+        lacks_orphans: So does what the gateway has, until another snapshot is sent.
+        may_repeat: It was not sent yet.
     """
 
     mirror: SourceMirror
@@ -53,6 +55,8 @@ class _Lane:
     wants_snapshot: bool
     snapshot: Snapshot | None = None
     sent_parts: int = 0
+    lacks_orphans: bool = False
+    may_repeat: bool = True
 
 
 class Lanes:
@@ -114,7 +118,11 @@ class Lanes:
         mirror = lane.mirror
         if lane.epoch != mirror.epoch:
             lane.epoch, lane.next_seq, lane.wants_snapshot, lane.snapshot = mirror.epoch, None, False, None
+            lane.lacks_orphans = False
             return encode(Reset(mirror.dp_rank, mirror.epoch, mirror.reason))
+        if lane.lacks_orphans and lane.may_repeat and not mirror.has_orphans:
+            # Those that the gateway never had may have found their parents since. Once: more would not end.
+            lane.wants_snapshot, lane.may_repeat = True, False
         if not lane.wants_snapshot:
             seq = mirror.first_seq if lane.next_seq is None else lane.next_seq
             if seq is None or seq == mirror.buffer.next_seq:
@@ -141,7 +149,7 @@ class Lanes:
             return encode(part, body)
         last_seq = snapshot.begin.last_seq
         lane.next_seq = None if last_seq is None else last_seq + 1
-        lane.wants_snapshot, lane.snapshot = False, None
+        lane.wants_snapshot, lane.lacks_orphans, lane.snapshot = False, snapshot.lacks_orphans, None
         return encode(End(lane.mirror.dp_rank))
 
     def _has(self, lane: _Lane) -> bool:

@@ -20,6 +20,7 @@ from kv_events.relay_wire import (
     Ack,
     Beat,
     Bye,
+    Clear,
     Hello,
     RankHealth,
     Refuse,
@@ -231,6 +232,14 @@ class GatewayLink:
             self._session.send(encode(Beat(health)))
             self._wake()
 
+    def remap(self, hello: Hello) -> None:
+        """Give the ranks back, and offer them as another worker's."""
+        self._hello = hello
+        if self._session is not None:
+            if self._session.lanes is not None and not self._session.is_lost:
+                self._session.send(encode(Bye()))
+            self._session.end("the leader has another address")
+
     def close(self, *, is_silent: bool = False) -> None:
         """Give the ranks back, or go without a word, and close the connection; ``run`` ends."""
         self._is_closed = True
@@ -278,3 +287,7 @@ class GatewayLink:
         elif lanes is not None and isinstance(message, Resync):
             logger.warning("gateway %s wants rank %d anew: %s", self._url, message.dp_rank, message.reason)
             lanes.resync(message.dp_rank)
+        elif lanes is not None and isinstance(message, Clear):
+            for mirror in self._mirrors:
+                if mirror.dp_rank == message.dp_rank:
+                    mirror.clear(message.epoch, message.last_seq)

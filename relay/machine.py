@@ -79,6 +79,13 @@ class Relay:
 
 
 @dataclass(frozen=True, slots=True)
+class Remap:
+    """Relay the sources as another worker's from now on: the leader is back under another address."""
+
+    worker_url: str
+
+
+@dataclass(frozen=True, slots=True)
 class Warn:
     """Tell the operator something."""
 
@@ -92,7 +99,7 @@ class End:
     reason: str
 
 
-Command = AskEngine | Resolve | AskGateways | Relay | Warn | End
+Command = AskEngine | Resolve | AskGateways | Relay | Remap | Warn | End
 
 _WAITING_FOR = {
     Phase.CONNECT: "the engine's metadata",
@@ -226,8 +233,8 @@ class RelayMachine:
             return []
         try:
             if self._watch is not None:
-                self._watch.on_leaders(now_s, views)
-                return [AskGateways(self._limits.poll_s)]
+                moved_to = self._watch.on_leaders(now_s, views)
+                return [AskGateways(self._limits.poll_s), *([Remap(moved_to)] if moved_to else [])]
             found = find_leader(self.group, (leader for view in views.values() if view for leader in view))
             if found is None:
                 host = self.node.dist_init_addr

@@ -44,6 +44,7 @@ class NodeMetadata:
         bootstrap_port: Where a prefill engine waits for decode engines; ``None`` if unknown.
         sources: Publishers of this node, by global rank; empty if it publishes nothing.
         boot_id: Changes with every start of the engine; empty if unknown.
+        kv_blocks: Blocks that the cache of one rank holds; ``None`` if unknown.
     """
 
     node_rank: int
@@ -54,6 +55,7 @@ class NodeMetadata:
     bootstrap_port: int | None
     sources: tuple[Source, ...]
     boot_id: str
+    kv_blocks: int | None = None
 
     @property
     def is_leader(self) -> bool:
@@ -96,6 +98,7 @@ class _Info(msgspec.Struct):
     page_size: _Number = None
     dcp_size: _Number = None
     random_seed: _Number = None
+    max_total_num_tokens: _Number = None
 
 
 def parse_metadata(body: bytes) -> NodeMetadata:
@@ -128,6 +131,8 @@ def parse_metadata(body: bytes) -> NodeMetadata:
     if info.disaggregation_mode not in _ROLES:
         raise MetadataRefused("disaggregation_mode is neither aggregated nor prefill nor decode")
     port = info.disaggregation_bootstrap_port
+    sources = _checked(_sources(info, body), dp_size)
+    tokens = _number("max_total_num_tokens", info.max_total_num_tokens, 0, default=0)
     return NodeMetadata(
         node_rank,
         nnodes,
@@ -135,8 +140,9 @@ def parse_metadata(body: bytes) -> NodeMetadata:
         address,
         _ROLES[info.disaggregation_mode],
         None if port is None else _number("disaggregation_bootstrap_port", port, 0),
-        _checked(_sources(info, body), dp_size),
+        sources,
         "" if info.random_seed is None else str(info.random_seed),
+        tokens // (sources[0].block_size or 1) or None if sources else None,
     )
 
 

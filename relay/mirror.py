@@ -29,11 +29,13 @@ class Snapshot:
         begin: Its head; ``None`` until its making has begun.
         parts: Blocks, in messages and their bodies; grows while it is made.
         is_whole: Nothing is missing.
+        lacks_orphans: Blocks that waited for their parents then are not in it.
     """
 
     begin: Begin | None = None
     parts: list[tuple[Part, bytes]] = field(default_factory=list)
     is_whole: bool = False
+    lacks_orphans: bool = False
 
 
 class SourceMirror:
@@ -72,6 +74,8 @@ class SourceMirror:
         self._is_complete = False
         # The next batch for the mirror; ``None`` before the first.
         self._next: int | None = None
+        # What this batch and earlier ones stored is no more.
+        self._clear_after: int | None = None
         self._snapshot: weakref.ref[Snapshot] | None = None
         self._making: Iterator[tuple[Part, bytes]] | None = None
 
@@ -97,9 +101,30 @@ class SourceMirror:
             self._queue.new_life()
             self.problem = ""
         self._is_complete = False
+        self._clear_after = None
+        self._snapshot = self._making = None
+
+    def clear(self, epoch: int, last_seq: int) -> None:
+        """The engine's cache was emptied after a batch: forget what it and earlier ones stored; later ones count.
+
+        Of engines that tell so themselves, as they should, this changes nothing for long.
+        """
+        end = self.buffer.next_seq
+        if epoch != self.epoch or self._next is None or end is None or last_seq >= end:
+            return
+        if self._next > last_seq + 1:
+            # Those that came later are applied once more, to nothing; if one is not held any more, all begins anew.
+            self._next = last_seq + 1
+            self._queue.reset()
+        self._clear_after = last_seq
         self._snapshot = self._making = None
 
     # What gateways need
+
+    @property
+    def has_orphans(self) -> bool:
+        """Whether blocks wait for their parents; they are in no snapshot."""
+        return self._queue.next_expiry_s() is not None
 
     def snapshot(self) -> Snapshot:
         """Ask for a snapshot; the one that is being made or used, if a gateway can still go on from it."""
@@ -120,6 +145,9 @@ class SourceMirror:
     def step(self, now_s: float) -> bool:
         """Do about a millisecond of work; false if there was nothing to do."""
         if not len(self._queue):
+            if self._clear_after is not None and self._next == self._clear_after + 1:
+                self._clear_after = None
+                self._queue.reset()
             snapshot = self._snapshot() if self._snapshot else None
             if snapshot is not None and not snapshot.is_whole:
                 self._make(snapshot)
@@ -168,12 +196,13 @@ class SourceMirror:
     def _make(self, snapshot: Snapshot) -> None:
         if snapshot.begin is None or self._making is None:
             last_seq = None if self._next is None or self._next == self.first_seq else self._next - 1
+            snapshot.lacks_orphans = self.has_orphans
             snapshot.begin = Begin(
                 dp_rank=self.dp_rank,
                 epoch=self.epoch,
                 last_seq=last_seq,
                 blocks=held_blocks(self._index, self._rank),
-                is_complete=self._is_complete and self._queue.next_expiry_s() is None,
+                is_complete=self._is_complete and not snapshot.lacks_orphans,
                 is_eagle=self._rank in self._index.eagle_ranks,
                 group_kinds=dict(self._queue.group_kinds),
             )

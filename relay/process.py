@@ -20,7 +20,7 @@ from relay.errors import GroupUnresolved, MetadataRefused, SettingsRefused
 from relay.feed import Feed
 from relay.follower import Leader
 from relay.identity import GroupIdentity
-from relay.machine import AskEngine, AskGateways, Command, End, Limits, Phase, Relay, RelayMachine, Resolve, Warn
+from relay.machine import AskEngine, AskGateways, Command, End, Limits, Phase, Relay, RelayMachine, Remap, Resolve, Warn
 from relay.metadata import NodeMetadata
 from relay.source import SourceReader
 from relay.threads import Lookup, resolve_group, system_lookup
@@ -168,6 +168,8 @@ class RelayProcess:
                 self._spawn("question to the gateways", self._ask_gateways(command))
             elif isinstance(command, Relay):
                 self._relay(command)
+            elif isinstance(command, Remap):
+                self._remap(command.worker_url)
             elif isinstance(command, Warn):
                 logger.warning("%s", command.text)
             elif isinstance(command, End):
@@ -238,6 +240,11 @@ class RelayProcess:
         self._spawn("event wire", self._run_feed(self.feed))
         if node.is_leader and self._config.registers:
             self._spawn("registration", self._register(worker_url, node))
+
+    def _remap(self, worker_url: str) -> None:
+        logger.warning("the leader is back under another address, %s", worker_url)
+        if self.feed is not None:
+            self.feed.remap(worker_url)
 
     async def _run_feed(self, feed: Feed) -> None:
         await feed.run()

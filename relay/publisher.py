@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 import zmq
 
 from backends.upstream.base import UpstreamClient
@@ -43,6 +44,7 @@ class RelayIdentity:
         ranks: Global ranks that this node publishes, and their block sizes.
         dp_size: Ranks of the whole engine.
         group: Of an engine that spans nodes, ``None`` for any other.
+        capacity_blocks: Blocks that the cache of one rank holds; ``None`` if unknown.
         max_copies: Copies of a block that the engine counts: 2 for vLLM, 1 for SGLang.
         relay_version: Release.
     """
@@ -52,6 +54,7 @@ class RelayIdentity:
     ranks: tuple[RankOffer, ...]
     dp_size: int
     group: Group | None = None
+    capacity_blocks: int | None = None
     max_copies: int = 1
     relay_version: str = ""
 
@@ -93,7 +96,7 @@ class RelayPublisher:
         self._next_tick: asyncio.Handle | None = None
         self._is_closed = False
         self._mirrors = {offer.dp_rank: self._mirror(identity, offer, max_buffered_bytes) for offer in identity.ranks}
-        hello = Hello(
+        self._hello = Hello(
             protocol=PROTOCOL,
             publisher=self.publisher,
             worker_url=identity.worker_url,
@@ -106,7 +109,7 @@ class RelayPublisher:
         self._links = {
             url: GatewayLink(
                 url,
-                hello,
+                self._hello,
                 list(self._mirrors.values()),
                 context=self._context,
                 client=client,
@@ -119,7 +122,13 @@ class RelayPublisher:
 
     def _mirror(self, identity: RelayIdentity, offer: RankOffer, max_bytes: int) -> SourceMirror:
         source = Source(offer.dp_rank, "", block_size=offer.block_size)
-        spec = PublisherSpec(identity.worker_url, source, dp_size=identity.dp_size, max_copies=identity.max_copies)
+        spec = PublisherSpec(
+            identity.worker_url,
+            source,
+            dp_size=identity.dp_size,
+            capacity_blocks=identity.capacity_blocks,
+            max_copies=identity.max_copies,
+        )
         return SourceMirror(spec, self._index, self, max_bytes)
 
     # The sources; see ``Feed``.
@@ -151,6 +160,12 @@ class RelayPublisher:
         self._wake()
 
     # The gateways
+
+    def remap(self, worker_url: str) -> None:
+        """The ranks are another worker's from now on."""
+        self._hello = msgspec.structs.replace(self._hello, worker_url=worker_url)
+        for link in self._links.values():
+            link.remap(self._hello)
 
     def gateways(self) -> Mapping[str, GatewayState]:
         """State of each gateway, by URL."""

@@ -9,10 +9,10 @@ from gateway.kv_relayed import RankMessage, RelayedRank
 from kv_events.index import PrefixIndex
 from kv_events.index_sweep import IndexSweeper
 from kv_events.publisher import PublisherSpec
-from kv_events.relay_wire import Begin, Cursor, End, Events, Reset, Resume
+from kv_events.relay_wire import Begin, Clear, Cursor, End, Events, Part, Reset, Resume, Resync
 from kv_events.sequence import SourceState
 from kv_events.sources import Source
-from kv_events.types import AllBlocksCleared
+from kv_events.types import AllBlocksCleared, Tier
 from tests.fakes.kv_publisher import payload
 from tests.kv_events.blocks import BLOCK_SIZE, stored
 
@@ -23,23 +23,27 @@ class Followed:
     """A rank, and what it asked for."""
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.told: list[Resync | Clear] = []
         self.index = PrefixIndex()
         self.sweeper = IndexSweeper(self.index)
         spec = PublisherSpec("w", Source(0, "", block_size=BLOCK_SIZE))
         observer = KvMetrics(lambda worker, dp_rank: 0)
-        ask = lambda dp_rank, reason: self.asked.append(reason)  # noqa: E731
-        self.rank = RelayedRank(spec, "publisher", self.index, self.sweeper, observer, ask)
+        self.rank = RelayedRank(spec, "publisher", self.index, self.sweeper, observer, self.told.append)
         self.rank.on_session()
         self.rank.on_health(True)
 
     def take(self, *messages: RankMessage, body: bytes | None = None) -> None:
-        """Take messages and apply them."""
+        """Take messages and apply them; those that have a body have this one, or a batch of two blocks."""
         for message in messages:
             data = payload([stored("ab")], 1.0) if body is None else body
-            self.rank.take(message, data if isinstance(message, Events) else b"", 100)
+            self.rank.take(message, data if isinstance(message, Events | Part) else b"", 100)
             while self.rank.has_work:
                 self.rank.step(0.0)
+
+    @property
+    def asked(self) -> list[str]:
+        """Reasons of the snapshots that it asked for."""
+        return [message.reason for message in self.told if isinstance(message, Resync)]
 
     @property
     def blocks(self) -> int:
@@ -127,3 +131,53 @@ async def test_another_process_of_the_engine_holds_nothing(followed: Followed) -
     assert followed.blocks == 2
     followed.rank.on_boot("two")
     assert (followed.asked, followed.blocks, followed.rank.state) == (["boot"], 0, SourceState.REPLAYING)
+
+
+async def test_what_was_on_its_way_when_the_process_changed_is_not_taken(followed: Followed) -> None:
+    followed.rank.on_boot("one")
+    followed.take(BEGIN)
+    followed.rank.on_boot("two")
+    followed.take(Part(0, Tier.DEVICE, (None, None, None, None), 1, 0), End(0), Events(0, 3, 7), body=bytes(16))
+    assert (followed.blocks, followed.rank.state) == (0, SourceState.REPLAYING)
+
+
+# A flush that was called for through the gateway
+
+
+async def test_a_flush_is_told_to_the_relay_with_what_came_before_it(followed: Followed) -> None:
+    followed.take(BEGIN, End(0), Events(0, 3, 7))
+    followed.rank.on_cleared()
+    assert followed.told == [Clear(0, 3, 7)]
+    assert (followed.blocks, followed.rank.state) == (0, SourceState.LIVE)
+    followed.take(Events(0, 3, 8))
+    assert (followed.blocks, followed.asked) == (2, [])
+
+
+async def test_batches_that_wait_when_the_cache_is_flushed_are_worthless(followed: Followed) -> None:
+    followed.take(BEGIN, End(0))
+    followed.rank.take(Events(0, 3, 7), payload([stored("ab")], 1.0), 100)
+    followed.rank.on_cleared()
+    assert not followed.rank.has_work
+    assert (followed.told, followed.rank.done_bytes) == ([Clear(0, 3, 7)], 300)
+    assert followed.rank.position[1] == 7
+
+
+@pytest.mark.parametrize("is_begun", [True, False], ids=["while a snapshot comes", "before it comes"])
+async def test_a_snapshot_from_before_a_flush_is_not_taken(followed: Followed, is_begun: bool) -> None:
+    if is_begun:
+        followed.take(BEGIN)
+    followed.rank.on_cleared()
+    if not is_begun:
+        assert followed.told == []
+        followed.take(BEGIN)
+    assert followed.told == [Clear(0, 3, 6), Resync(0, "cleared")]
+    followed.take(Part(0, Tier.DEVICE, (None, None, None, None), 1, 0), End(0), Events(0, 3, 7), body=bytes(16))
+    assert (followed.blocks, followed.rank.state) == (0, SourceState.REPLAYING)
+    followed.take(BEGIN, End(0))
+    assert followed.rank.state is SourceState.LIVE
+
+
+async def test_a_flush_while_nobody_is_connected_is_told_later_or_not_at_all(followed: Followed) -> None:
+    followed.rank.on_cleared()
+    followed.take(Reset(0, 5, "restart"), Events(0, 5, 0), BEGIN)
+    assert followed.told == []

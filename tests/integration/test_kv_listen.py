@@ -311,6 +311,39 @@ async def test_a_gateway_that_is_too_slow_gets_a_snapshot(monkeypatch: pytest.Mo
         assert relay.counts()[gateway.url].snapshots == 2
 
 
+async def test_a_flush_through_one_gateway_is_no_secret_to_a_late_one() -> None:
+    """The engine itself tells nothing of it."""
+    port = free_port()
+    late = f"http://127.0.0.1:{port}"
+    async with listening() as (engine, gateway), running_relay(identity(engine.url), gateway.url, late) as relay:
+        cache = Cache(relay)
+        cache.work(100)
+        await follows(gateway, engine, cache)
+        gateway.gateway.kv.clear(worker_of(engine))
+        cache.held.clear()
+        cache.store("ab")
+        await follows(gateway, engine, cache)
+        await until(lambda: relay.held_blocks(0) == 2, "the relay knows it")
+        async with running_gateway(engine.url, kv_listen=ANY, port=port) as other:
+            await follows(other, engine, cache)
+            await state_is(other, engine, SourceState.LIVE)
+        await state_is(gateway, engine, SourceState.LIVE)
+
+
+async def test_a1_13_a_leader_under_another_address_takes_its_followers_along() -> None:
+    async with engine_of() as other, listening() as (engine, gateway):
+        assert (await gateway.client.post("/workers", json={"url": other.url})).status_code == 202
+        async with running_relay(identity(engine.url), gateway.url) as relay:
+            cache = Cache(relay)
+            cache.work(50)
+            await follows(gateway, engine, cache)
+            relay.remap(other.url)
+            await follows(gateway, other, cache)
+            await state_is(gateway, other, SourceState.LIVE)
+            await state_is(gateway, engine, "off")
+            assert gateway.gateway.kv.blocks(worker_of(engine), 0) == 0
+
+
 # Who is refused
 
 

@@ -96,6 +96,7 @@ class FakeFeed:
         frames: Rank, number and payload.
         told: Everything else, in order.
         states: Of the gateways.
+        worker_urls: What the leader was mapped to since.
         ending: Set to have ``run`` end.
     """
 
@@ -104,6 +105,7 @@ class FakeFeed:
         self.frames: list[tuple[int, int, bytes]] = []
         self.told: list[tuple[str, int]] = []
         self.connected: dict[int, bool] = {}
+        self.worker_urls: list[str] = []
         self.states: dict[str, GatewayState] = dict.fromkeys(spec.gateways, GatewayState())
         self.ending = asyncio.Event()
         self.is_running = False
@@ -124,6 +126,10 @@ class FakeFeed:
     def source_state(self, rank: int, is_connected: bool) -> None:
         """See ``Feed``."""
         self.connected[rank] = is_connected
+
+    def remap(self, worker_url: str) -> None:
+        """See ``Feed``."""
+        self.worker_urls.append(worker_url)
 
     def gateways(self) -> Mapping[str, GatewayState]:
         """See ``Feed``."""

@@ -93,8 +93,7 @@ def test_one_gateway_that_knows_the_leader_is_enough() -> None:
         pytest.param(changed(dp_size=8), "dp_size", id="dp_size"),
         pytest.param(changed(block_size=8), "block_size", id="block_size"),
         pytest.param(changed(local_dp_ranks=(0,)), "local_dp_ranks", id="ranks"),
-        pytest.param(changed(worker_id="w9"), "worker_id", id="name"),
-        pytest.param(changed(worker_url="http://w9"), "worker_url", id="address"),
+        pytest.param(changed(worker_id="w9", dp_size=8), "dp_size", id="another, and otherwise"),
     ],
 )
 def test_a1_9_a_leader_that_changes_is_another(leader: Leader, names: str) -> None:
@@ -110,7 +109,21 @@ def test_a1_9_others_may_do_what_they_like() -> None:
     watch.on_leaders(10.0, {"g": (LEADER, changed(worker_id="x", group=STRANGER.group, dp_size=1))})
 
 
-def test_a_second_leader_that_appears_later_is_an_error() -> None:
+MOVED = changed(worker_id="w1", worker_url="http://w1")
+
+
+def test_a_second_leader_that_stays_is_an_error() -> None:
     watch = LeaderWatch(OURS, LEADER)
+    both = {"g": (LEADER,), "h": (MOVED,)}
+    assert watch.on_leaders(0.0, both) is None
     with pytest.raises(RelayEnded, match="two leaders"):
-        watch.on_leaders(0.0, {"g": (LEADER,), "h": (changed(worker_id="w1"),)})
+        watch.on_leaders(LEADER_GRACE_S, both)
+
+
+@pytest.mark.parametrize("between", [(), (MOVED, LEADER)], ids=["gone for a while", "known under both for a while"])
+def test_a1_13_a_leader_that_returns_under_another_address_is_followed_there(between: tuple[Leader, ...]) -> None:
+    watch = LeaderWatch(OURS, LEADER)
+    assert watch.on_leaders(0.0, {"g": (LEADER,)}) is None
+    assert watch.on_leaders(5.0, {"g": between}) is None
+    assert watch.on_leaders(10.0, {"g": (MOVED,), "h": None}) == "http://w1"
+    assert watch.on_leaders(2 * LEADER_GRACE_S, {"g": (MOVED,), "h": (MOVED,)}) is None

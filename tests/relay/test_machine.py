@@ -6,7 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from relay.feed import GatewayState
 from relay.follower import LEADER_GRACE_S, Leader
-from relay.machine import AskEngine, AskGateways, End, Limits, Phase, Relay, RelayMachine, Resolve, Warn
+from relay.machine import AskEngine, AskGateways, End, Limits, Phase, Relay, RelayMachine, Remap, Resolve, Warn
 from tests.relay.nodes import ADDRESS, group, leader_node, node, source
 
 LIMITS = Limits(phase_s=100.0, overall_s=250.0, failure_s=60.0)
@@ -196,6 +196,11 @@ def test_a1_9_a_leader_that_goes_ends_it() -> None:
     found = running()
     assert found.on_leaders(20.0, {"g": ()}) == [AskGateways(5.0)]
     assert "has gone" in reason([*found.on_leaders(20.0 + LEADER_GRACE_S, {"g": ()})])
+
+
+def test_a1_13_a_leader_that_moves_takes_the_relay_along() -> None:
+    moved = Leader("w1", "http://w1", LEADER.group, LEADER.dp_size, LEADER.block_size, LEADER.local_dp_ranks)
+    assert running().on_leaders(20.0, {"g": (moved,)}) == [AskGateways(5.0), Remap("http://w1")]
 
 
 def test_a_part_that_ends_by_itself_ends_it() -> None:

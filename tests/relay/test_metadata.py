@@ -230,3 +230,16 @@ def test_a_node_that_is_read_is_sound(changes: dict[str, object]) -> None:
     assert 0 <= found.node_rank < found.nnodes
     assert all(0 <= rank < found.dp_size for rank in found.ranks)
     assert all((one.block_size or 0) >= 1 for one in found.sources)
+
+
+@pytest.mark.parametrize(
+    ("changes", "blocks"),
+    [
+        pytest.param({"max_total_num_tokens": 1000}, 62, id="whole blocks"),
+        pytest.param({"max_total_num_tokens": None}, None, id="unknown"),
+        pytest.param({"max_total_num_tokens": 0}, None, id="none yet"),
+        pytest.param({"max_total_num_tokens": 1000, "node_rank": 0, "kv_event_sources": []}, None, id="no sources"),
+    ],
+)
+def test_the_cache_is_as_large_as_the_engine_says(changes: dict[str, object], blocks: int | None) -> None:
+    assert node(**changes).kv_blocks == blocks

@@ -265,7 +265,6 @@ async def test_a1_7_a_stop_does_not_wait_for_the_resolver(node: Node) -> None:
         pytest.param([leader("w0", ADDRESS, dp_size=8)], "dp_size of the leader", id="ranks"),
         pytest.param([leader("w0", ADDRESS, block_size=8)], "block_size of the leader", id="blocks"),
         pytest.param([leader("w0", ADDRESS, local_dp_ranks=[])], "local_dp_ranks of the leader", id="events off"),
-        pytest.param([leader("w1", ADDRESS)], "worker_id of the leader", id="another"),
         pytest.param([leader("w9", "10.0.0.9:1")], "has gone", id="gone"),
     ],
 )
@@ -276,6 +275,13 @@ async def test_a1_9_a_leader_that_changes_ends_it(
     async with ready_relay(node) as relay:
         node.gateway.pages["GET /internal/kv_events"] = leaders(*listed)
         assert names in await ends(relay)
+
+
+async def test_a1_13_a_leader_under_another_address_is_followed_there(node: Node) -> None:
+    async with ready_relay(node) as relay:
+        node.gateway.pages["GET /internal/kv_events"] = leaders(leader("w1", ADDRESS))
+        await until(lambda: relay.feed.worker_urls == ["http://w1:30000"], "it is mapped")
+        assert relay.process.not_ready() == ""
 
 
 async def test_a1_9_other_workers_may_do_what_they_like(node: Node) -> None:

@@ -28,7 +28,7 @@ from relay.buffer import BATCH_COST_BYTES, BatchBuffer
 from relay.feed import GatewayState
 from relay.lanes import Lanes, LinkCounts
 from relay.mirror import SourceMirror
-from tests.kv_events.blocks import BLOCK_SIZE
+from tests.kv_events.blocks import BLOCK_SIZE, stored
 from tests.relay.truth import Cache
 
 WORKER = "w"
@@ -69,6 +69,8 @@ class MirrorFeed:
 
     def source_state(self, rank: int, is_connected: bool) -> None:
         self.mirror.is_connected = is_connected
+
+    def remap(self, worker_url: str) -> None: ...
 
     def gateways(self) -> Mapping[str, GatewayState]:
         return {}
@@ -178,7 +180,80 @@ def test_what_cannot_be_mirrored_is_sent_all_the_same() -> None:
     assert feed.index.rank_blocks((WORKER, 0)) == 0
 
 
+@pytest.mark.parametrize("is_applied", [True, False], ids=["applied already", "not applied yet"])
+@pytest.mark.parametrize("later", [0, 2])
+def test_what_was_stored_before_a_flush_is_in_no_snapshot(is_applied: bool, later: int) -> None:
+    """The engine does not tell of the flush; a gateway does, after it has seen some of the batches."""
+    feed = MirrorFeed()
+    cache = Cache(feed)
+    cache.work(50)
+    known = feed.mirror.snapshot()
+    if is_applied:
+        feed.settle()
+    flushed, last_seq = set(cache.held), cache.seq - 1
+    cache.held.clear()
+    for prompt in ("abcab", "bcabc")[:later]:
+        cache.store(prompt)
+    if is_applied:
+        feed.settle()
+    feed.mirror.clear(feed.mirror.epoch, last_seq)
+    feed.settle()
+    assert flushed
+    assert cache.is_known_to(feed.index, WORKER)
+    assert feed.mirror.snapshot() is not known
+    begin = next(iter(sent(feed, lanes_of(feed))))
+    assert isinstance(begin, Begin)
+    assert (begin.blocks, begin.last_seq, begin.is_complete) == (len(cache.held), cache.seq - 1, True)
+
+
+@pytest.mark.parametrize(
+    ("epoch", "last_seq"), [pytest.param(1, 3, id="another epoch"), pytest.param(0, 99, id="what is not yet there")]
+)
+def test_a_flush_of_what_is_not_there_is_nothing(epoch: int, last_seq: int) -> None:
+    feed = MirrorFeed()
+    cache = Cache(feed)
+    cache.work(50)
+    feed.mirror.clear(epoch, last_seq)
+    feed.settle()
+    feed.mirror.clear(epoch, last_seq)
+    feed.settle()
+    assert cache.held
+    assert cache.is_known_to(feed.index, WORKER)
+
+
+def test_a_flush_behind_what_is_kept_begins_anew() -> None:
+    feed = MirrorFeed(max_bytes=2_000)
+    cache = Cache(feed)
+    for _ in range(20):
+        cache.work(5)
+        feed.settle()
+    feed.mirror.clear(0, 1)
+    feed.settle()
+    assert (feed.mirror.epoch, feed.mirror.reason) == (1, "overflow")
+    assert feed.index.rank_blocks((WORKER, 0)) == 0
+
+
 # Lanes
+
+
+def test_orphans_that_find_their_parent_after_a_snapshot_come_with_another() -> None:
+    feed = MirrorFeed()
+    cache = Cache(feed)
+    cache.tell(stored("ab", 1))
+    feed.settle()
+    lanes = lanes_of(feed)
+    first = sent(feed, lanes)
+    assert kinds(first) == ["Begin", "End"]
+    assert isinstance(first[0], Begin)
+    assert not first[0].is_complete
+    cache.tell(stored("a"))
+    cache.held |= {"a", "ab"}
+    feed.settle()
+    assert cache.is_known_to(feed.index, WORKER)
+    again = sent(feed, lanes)
+    assert kinds(again) == ["Begin", "Part", "End"]
+    assert isinstance(again[0], Begin)
+    assert (again[0].blocks, again[0].is_complete) == (2, True)
 
 
 def test_a_new_gateway_gets_a_snapshot_and_then_what_follows() -> None:
