@@ -72,5 +72,12 @@ class Backend(Protocol):
             IdentifyFailed: Unreachable, unauthorised, or not a serving engine; the message is for operators.
         """
 
+    async def weight_version(self, worker: Worker, timeout_s: float) -> str | None:
+        """The engine's label of its weights, ``None`` if it has none.
+
+        Raises:
+            IdentifyFailed: It did not tell; the message is for operators.
+        """
+
     async def probe(self, worker: Worker, timeout_s: float) -> ProbeResult:
         """Ask the engine's cheap health check; never raises for network reasons."""

@@ -1,7 +1,7 @@
 """Headers that say which request an answer is to, and where it went. Pure."""
 
 from backends.upstream.base import Headers
-from gateway.envelope import Envelope
+from gateway.envelope import Envelope, header_value
 from gateway.pair_attempt import PairAttempt
 from gateway.placement import Attempt
 
@@ -21,6 +21,9 @@ def identity_headers(envelope: Envelope, placed: Attempt, attempts: int) -> Head
     ]
     if isinstance(placed, PairAttempt):
         headers.append((b"x-forebay-prefill-worker", placed.prefill.member.worker.id.encode()))
+    facts = placed.decode.facts if isinstance(placed, PairAttempt) else placed.facts
+    if facts.weight_version is not None:
+        headers.append((b"x-forebay-weight-version", header_value(facts.weight_version)))
     if placed.dp_rank is not None:
         headers.append((b"x-forebay-dp-rank", b"%d" % placed.dp_rank))
     if placed.overlap_blocks is not None:

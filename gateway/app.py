@@ -25,7 +25,7 @@ from backends.worker_spec import WorkerSpec
 from gateway.access_log import AccessLog
 from gateway.api.control import control_router
 from gateway.api.explain import explain_router
-from gateway.api.fan_out import FanOuts
+from gateway.api.fan_out import LIMITS_S, FanOuts
 from gateway.api.fleet import fleet_router
 from gateway.api.health import health_router
 from gateway.api.kv_relays import kv_relays_router
@@ -228,14 +228,18 @@ class Gateway:
         return True
 
     def _worker_changed(self, member: Member) -> None:
-        self.services.metrics.worker_ready(member.worker.id, member.state is WorkerState.READY)
+        metrics, prefixes = self.services.metrics, self.services.prefixes
+        metrics.worker_ready(member.worker.id, member.state is WorkerState.READY)
+        metrics.worker_weights(member.worker.id, member.weight_number)
         is_gone = self.services.fleet.get(member.worker.id) is None
         if is_gone:
             self.kv.forget(member.worker.id)
+        elif member.facts is not None:
+            prefixes.weights_are(member.worker.id, member.facts.weight_version)
         if is_gone or self.kv.changed(member):
             self.services.pairs.health.forget(member.worker.id)
-            self.services.prefixes.parity.forget(member.worker.id)
-            self.services.prefixes.forget(member.worker.id)
+            prefixes.parity.forget(member.worker.id)
+            prefixes.forget(member.worker.id)
         if member.is_paused:
             self.services.aborter.paused(member.worker.id)
         else:
@@ -244,7 +248,7 @@ class Gateway:
 
     def _make_fastapi(self) -> FastAPI:
         app = FastAPI(title="Forebay", docs_url=None, redoc_url=None, openapi_url=None, lifespan=self._lifespan)
-        install_error_shape(app)
+        install_error_shape(app, LIMITS_S)
         app.include_router(health_router(self.services))
         app.include_router(models_router(self.services, self.keys))
         app.include_router(control_router(self.services, self.keys))

@@ -1,4 +1,4 @@
-"""Which ranks a request may go to: by model, route, pins, breakers and room; and whether a wait may change that."""
+"""Which ranks a request may go to: by model, route, pins, weights, breakers and room; and whether waiting helps."""
 
 from collections.abc import Callable
 
@@ -38,6 +38,10 @@ def eligible(
         candidates = _speaking_native(fleet, candidates, model, envelope.worker_id)
     if envelope.dp_rank is not None or envelope.worker_id is not None:
         candidates = fleet.pinned(candidates, model, envelope.dp_rank, envelope.worker_id)
+    if envelope.min_weight_version is not None:
+        candidates = tuple(filter(_has_weights(fleet, envelope.min_weight_version), candidates))
+        if not candidates:
+            raise NoReadyWorker(f"no worker that is ready {_with_weights(envelope.min_weight_version)}")
     if failed:
         candidates = tuple(c for c in candidates if c.key.worker_id not in failed)
         if not candidates:
@@ -93,6 +97,9 @@ def eligible_pools(
         pools = _kept(pools, _speaks_native(fleet))
     fleet.check_pins(model, pins.dp_rank, pins.worker_id)
     pools = checked(pinned(pools, pins))
+    if envelope.min_weight_version is not None:
+        newer = _kept(pools, _has_weights(fleet, envelope.min_weight_version))
+        pools = checked(newer, f" that {_with_weights(envelope.min_weight_version)}")
     if failed:
         pools = checked(_kept(pools, lambda one: one.key.worker_id not in failed), " but what has failed this request")
     if fleet.tripped:
@@ -141,6 +148,8 @@ def may_come_back(
     )
     if route.path == "/generate":
         pools = _kept(pools, _speaks_native(fleet))
+    if envelope.min_weight_version is not None:
+        pools = _kept(pools, _has_weights(fleet, envelope.min_weight_version))
     try:
         return can_serve(pinned(pools, pins), pins, needs_one_worker=needs_one_worker)
     except RoutingError:
@@ -161,6 +170,14 @@ def _of_route(route: Route, pools: Pools) -> Pools:
 def _kept(pools: Pools, is_kept: Callable[[Candidate], bool]) -> Pools:
     prefill, decode, regular = (tuple(filter(is_kept, pool)) for pool in (pools.prefill, pools.decode, pools.regular))
     return Pools(prefill=prefill, decode=decode, regular=regular)
+
+
+def _has_weights(fleet: Fleet, at_least: int) -> Callable[[Candidate], bool]:
+    return lambda one: fleet.has_weights(one.key.worker_id, at_least)
+
+
+def _with_weights(at_least: int) -> str:
+    return f"has weights of version {at_least} or later"
 
 
 def _speaks_native(fleet: Fleet) -> Callable[[Candidate], bool]:

@@ -22,6 +22,7 @@ from gateway.screening import (
     refuse_internal,
     refuse_oversized_logprobs,
 )
+from routers.member import MAX_VERSION_DIGITS
 
 FLAT_OUTPUT = "return_flat_raw_output_top_logprobs"
 # Keys that the gateway reads or writes, so that two parsers must not disagree on their value.
@@ -52,6 +53,7 @@ READ_FIELDS = INTERNAL_FIELDS | {
 
 PASSED_HEADERS = frozenset({b"content-type", b"traceparent", b"tracestate", b"x-smg-routing-key", b"x-session-id"})
 PASSED_HEADER_PREFIX = b"x-sglext-"
+MIN_WEIGHT_VERSION = b"x-forebay-min-weight-version"
 MAX_ID_CHARS = 256
 # No batch of a trainer is near it, and an engine that is asked for a million samples is gone for everybody.
 MAX_SEQUENCES = 65_536
@@ -89,6 +91,7 @@ class Envelope(msgspec.Struct, frozen=True):
         worker_id: Worker that the request is pinned to.
         stickiness_key: Session key.
         headers: The client's headers that go to the engine.
+        min_weight_version: Version below which a worker's weights must not be, ``None`` for any.
     """
 
     body: JsonBody
@@ -103,6 +106,7 @@ class Envelope(msgspec.Struct, frozen=True):
     worker_id: str | None
     stickiness_key: str | None
     headers: Headers
+    min_weight_version: int | None = None
 
     @property
     def sequences(self) -> int:
@@ -193,6 +197,7 @@ def parse_envelope(
         worker_id=_pinned_worker(by_name),
         stickiness_key=_stickiness(by_name),
         headers=_passed(headers),
+        min_weight_version=_min_weight_version(by_name),
     )
 
 
@@ -339,6 +344,16 @@ def _dp_rank(by_name: Mapping[bytes, bytes]) -> int | None:
         return None
     if not value.isdigit() or len(value) > 6:
         raise InvalidRequest("x-data-parallel-rank must be a rank, 0 or above", param="x-data-parallel-rank")
+    return int(value)
+
+
+def _min_weight_version(by_name: Mapping[bytes, bytes]) -> int | None:
+    value = by_name.get(MIN_WEIGHT_VERSION)
+    if value is None:
+        return None
+    if not value.isdigit() or len(value) > MAX_VERSION_DIGITS:
+        name = MIN_WEIGHT_VERSION.decode()
+        raise InvalidRequest(f"{name} must be a version in decimal digits, {MAX_VERSION_DIGITS} at most", param=name)
     return int(value)
 
 

@@ -131,9 +131,9 @@ def forbidden() -> ErrorReport:
     return ErrorReport(403, "forbidden", message, Outcome.REJECTED)
 
 
-def not_found(path: str) -> ErrorReport:
-    """A path that nothing serves."""
-    return ErrorReport(404, "not_found", f"there is no route {path[:200]!r}", Outcome.REJECTED)
+def not_found(path: str, hint: str = "") -> ErrorReport:
+    """A path that nothing serves; ``hint`` says what is served."""
+    return ErrorReport(404, "not_found", f"there is no route {path[:200]!r}{hint}", Outcome.REJECTED)
 
 
 def wrong_method(method: str, allowed: str) -> ErrorReport:

@@ -33,6 +33,17 @@ class WatchTimes:
     backoff_max_s: float
 
 
+async def read_weights(backend: Backend, member: Member, timeout_s: float) -> None:
+    """Ask a worker for the version of its weights; without an answer what is known stays."""
+    asked = member.asks_weights()
+    try:
+        version = await backend.weight_version(member.worker, timeout_s)
+    except IdentifyFailed as exc:
+        logger.debug("worker %s: the version of its weights could not be read: %s", member.worker.id, exc)
+        return
+    member.weights_are(version, asked)
+
+
 class WorkerWatch:
     """Keeps one member's state true; ``run`` is a service loop.
 
@@ -67,7 +78,8 @@ class WorkerWatch:
     async def _identify(self) -> None:
         member = self._member
         try:
-            facts = await self._ask()
+            asked = member.asks_weights()
+            facts = member.with_weights(await self._ask(), asked)
         except IdentifyFailed as exc:
             if str(exc) != member.detail:
                 logger.warning("worker %s is not usable yet: %s", member.worker.id, exc)
@@ -135,11 +147,14 @@ class WorkerWatch:
             if member.is_up and (had_trouble or probes % REREAD_EVERY_PROBES == 0):
                 had_trouble = False
                 await self._reread(backend)
+            elif member.is_up:
+                await read_weights(backend, member, times.timeout_s)
 
     async def _reread(self, backend: Backend) -> None:
         member = self._member
         try:
-            facts = await backend.identify(member.worker, self._times.timeout_s)
+            asked = member.asks_weights()
+            facts = member.with_weights(await backend.identify(member.worker, self._times.timeout_s), asked)
         except IdentifyFailed as exc:
             logger.info("worker %s: metadata could not be read again: %s", member.worker.id, exc)
             return

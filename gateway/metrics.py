@@ -85,6 +85,7 @@ class Metrics:
         "_request",
         "_requests",
         "_route",
+        "_weights",
         "_workers",
     )
 
@@ -104,6 +105,7 @@ class Metrics:
         self._aborts_sent: dict[str, int] = {}
         self._rank_mismatches: dict[str, int] = {}
         self._ready: dict[str, bool] = {}
+        self._weights: dict[str, int] = {}
         self._models: set[str] = set()
         self._workers: set[str] = set()
         self._aborts_confirmed = 0
@@ -184,10 +186,17 @@ class Metrics:
         """Note whether a worker takes requests; from the first time on it has series of its own."""
         self._ready[_bounded(self._workers, worker_id, MAX_WORKERS)] = is_ready
 
+    def worker_weights(self, worker_id: str, version: int | None) -> None:
+        """Note the version of a worker's weights; ``None``, where it is no number, has no series."""
+        self._weights.pop(worker_id, None)
+        if version is not None and worker_id in self._workers:
+            self._weights[worker_id] = version
+
     def forget_worker(self, worker_id: str) -> None:
         """Drop every series of a worker that left the fleet; what its last requests still do is not counted."""
         self._workers.discard(worker_id)
         self._ready.pop(worker_id, None)
+        self._weights.pop(worker_id, None)
         self._aborts_sent.pop(worker_id, None)
         self._rank_mismatches.pop(worker_id, None)
         for key in [key for key in self._attempts if key[0] == worker_id]:
@@ -256,6 +265,12 @@ class Metrics:
         for worker, is_ready in self._ready.items():
             ready.add_metric((worker,), float(is_ready))
         yield ready
+        weights = GaugeMetricFamily(
+            "forebay_worker_weight_version", "Version of a worker's weights, where it is a number.", labels=("worker",)
+        )
+        for worker, version in self._weights.items():
+            weights.add_metric((worker,), float(version))
+        yield weights
         yield self._route.family("forebay_route_seconds", "Time that one placement took.")
         yield self._queue.family("forebay_queue_seconds", "Time that requests waited for a worker, where they had to.")
         yield CounterMetricFamily(

@@ -111,6 +111,8 @@ def place_pair(
         wanted = RouteRequest(envelope.prompt_tokens, envelope.stickiness_key)
         pools = pinned(services.fleet.pools(model), Pins(dp_rank=envelope.dp_rank))
         decode = [one for one in pools.decode if one.key.worker_id not in away and _is_open(services, one)]
+        if (version := envelope.min_weight_version) is not None:
+            decode = [one for one in decode if services.fleet.has_weights(one.key.worker_id, version)]
         return services.pairs.another_decode(wanted, decode, paired.prefill.candidate, services.aborter.now())
 
     plan = PairPlan(

@@ -80,6 +80,7 @@ class Prefixes:
         self._predicted = AssumedBlocks(PREDICTED_TTL_S)
         self._approximate = AssumedBlocks(APPROXIMATE_TTL_S)
         self._not_before: dict[str, float] = {}
+        self._weights: dict[str, str | None] = {}
         self._silence = SilenceWatch()
         self.parity = Parity(kv, on_mismatch)
 
@@ -253,8 +254,15 @@ class Prefixes:
                 answers,
             )
 
+    def weights_are(self, worker_id: str, version: str | None) -> None:
+        """A worker's weights are of that version; what was assumed under another one is worthless."""
+        if self._weights.setdefault(worker_id, version) != version:
+            self.forget(worker_id)
+            self._weights[worker_id] = version
+
     def forget(self, worker_id: str) -> None:
         """A worker's cache is empty, or worthless: so is all that is assumed of it."""
+        self._weights.pop(worker_id, None)
         self._silence.forget(worker_id)
         member = self._fleet.get(worker_id)
         for dp_rank in range(member.dp_size if member is not None else MAX_RANKS):

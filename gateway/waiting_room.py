@@ -56,7 +56,7 @@ class Wanted:
         """The same for all requests that may go to the same ranks."""
         envelope = self.envelope
         is_native = self.route.path == "/generate"
-        pins = envelope.worker_id, envelope.dp_rank
+        pins = envelope.worker_id, envelope.dp_rank, envelope.min_weight_version
         return self.model, is_native, self.needs_one_worker, pins, frozenset(self.attempts.failed)
 
     @property

@@ -127,6 +127,12 @@ class Fleet:
         """Whether a worker's breaker lets a request through now."""
         return worker_id not in self.tripped or self._members[worker_id].breaker.allows(now)
 
+    def has_weights(self, worker_id: str, at_least: int) -> bool:
+        """Whether a worker's weights are known to be of a version or a later one."""
+        member = self._members.get(worker_id)
+        number = member.weight_number if member is not None else None
+        return number is not None and number >= at_least
+
     def with_room(self, candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
         """Those of ``candidates`` that are not full.
 

@@ -3,15 +3,26 @@
 import enum
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
 from backends.types import EngineFacts, EngineKind, ProbeResult, Role, Worker
 from routers.breaker import Breaker
 from routers.load import RankLoad
 
+# More digits are no version that anybody counts up.
+MAX_VERSION_DIGITS = 64
+
 # What a worker gets at once, in requests that its engine runs at once: what is above 1 waits in the engine, so that
 # a place that becomes free there is filled before the news of it is here.
 IN_FLIGHT_PER_RUNNING = 1.25
+
+
+def version_number(text: str | None) -> int | None:
+    """A label of weights as a decimal integer, ``None`` if it is not one; then it is not comparable with any."""
+    if text is None or len(text) > MAX_VERSION_DIGITS or not (text.isascii() and text.isdigit()):
+        return None
+    return int(text)
 
 
 class WorkerState(enum.StrEnum):
@@ -48,6 +59,8 @@ class Member:
         "_names",
         "_successes",
         "_unhealthy_after",
+        "_weights_asked",
+        "_weights_told",
         "breaker",
         "detail",
         "engine",
@@ -99,6 +112,8 @@ class Member:
         self._successes = 0
         self._unhealthy_after = unhealthy_after
         self._healthy_after = healthy_after
+        self._weights_asked = 0
+        self._weights_told = 0
 
     @property
     def state(self) -> WorkerState:
@@ -121,6 +136,11 @@ class Member:
         if value is not self._is_draining:
             self._is_draining = value
             self.on_change(self)
+
+    @property
+    def weight_number(self) -> int | None:
+        """The version of its weights, ``None`` if that is unknown or no decimal integer."""
+        return version_number(self.facts.weight_version) if self.facts else None
 
     @property
     def model_id(self) -> str | None:
@@ -184,6 +204,27 @@ class Member:
         self._failures = 0
         self._successes = 0
         self.on_change(self)
+
+    def asks_weights(self) -> int:
+        """The engine is about to be asked for the version of its weights; the number goes with its answer."""
+        self._weights_asked += 1
+        return self._weights_asked
+
+    def with_weights(self, facts: EngineFacts, asked: int) -> EngineFacts:
+        """``facts`` with the newest version that is known: an answer may be overtaken by that to a later question."""
+        if asked < self._weights_told and self.facts is not None:
+            return replace(facts, weight_version=self.facts.weight_version)
+        self._weights_told = asked
+        return facts
+
+    def weights_are(self, version: str | None, asked: int) -> None:
+        """The engine has told the version of its weights; one that was asked for earlier than the last is dropped."""
+        if self.facts is None or asked < self._weights_told:
+            return
+        self._weights_told = asked
+        if version != self.facts.weight_version:
+            self.facts = replace(self.facts, weight_version=version)
+            self.on_change(self)
 
     def identify_failed(self, reason: str) -> None:
         """The engine did not tell what it is."""

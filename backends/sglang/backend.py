@@ -12,12 +12,13 @@ from backends.control import bearer, get_body, get_status
 from backends.errors import CallEnded, IdentifyFailed, UpstreamError
 from backends.json_body import JsonBody
 from backends.quick_enum import quick
-from backends.sglang.metadata import facts_from
+from backends.sglang.metadata import facts_from, weight_version_from
 from backends.sse import DONE_DATA
 from backends.types import EngineFacts, EngineIds, ProbeResult, Worker
 from backends.upstream.base import Headers, UpstreamClient, UpstreamRequest
 
 _RESPONSE_PREFIX = "resp_"
+_MODEL_INFO = ("/model_info", "/get_model_info")
 
 
 @quick
@@ -131,11 +132,19 @@ class SGLangBackend:
         Raises:
             IdentifyFailed: See the message.
         """
-        model_info = await get_body(self._client, worker, ("/model_info", "/get_model_info"), timeout_s)
+        model_info = await get_body(self._client, worker, _MODEL_INFO, timeout_s)
         server_info = await get_body(self._client, worker, ("/server_info", "/get_server_info"), timeout_s)
         models = await get_body(self._client, worker, ("/v1/models",), timeout_s)
         try:
             return facts_from(model_info, server_info, models)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
+            raise IdentifyFailed(f"the engine's metadata is not as expected: {exc}") from exc
+
+    async def weight_version(self, worker: Worker, timeout_s: float) -> str | None:
+        """Read ``/model_info``, which the front end answers by itself, however busy the schedulers are."""
+        body = await get_body(self._client, worker, _MODEL_INFO, timeout_s)
+        try:
+            return weight_version_from(body)
         except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
             raise IdentifyFailed(f"the engine's metadata is not as expected: {exc}") from exc
 

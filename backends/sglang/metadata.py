@@ -117,6 +117,15 @@ def facts_from(model_info: bytes, server_info: bytes, models: bytes) -> EngineFa
     )
 
 
+def weight_version_from(model_info: bytes) -> str | None:
+    """The label of the weights in a body of ``/model_info``.
+
+    Raises:
+        msgspec.DecodeError: Not JSON, or the label is no string.
+    """
+    return msgspec.json.decode(model_info, type=_ModelInfo).weight_version
+
+
 def _announcement(server_info: bytes) -> bytes:
     """What the body says of event publishers, and what these say depends on."""
     fields = msgspec.json.decode(server_info, type=dict[str, msgspec.Raw])

@@ -14,7 +14,7 @@ from backends.json_body import JsonBody
 from backends.types import EngineFacts, EngineIds, ProbeResult, Worker
 from backends.upstream.base import Headers, Origin, UpstreamClient, UpstreamRequest
 from backends.upstream.fetch import fetch
-from backends.vllm.metadata import facts_from
+from backends.vllm.metadata import facts_from, weight_version_from
 from backends.vllm.output import has_output
 from backends.vllm.pd import mooncake_engine_ids
 
@@ -35,7 +35,8 @@ class VLLMBackend:
 
     def __init__(self, client: UpstreamClient) -> None:
         self._client = client
-        self._unpausable: set[str] = set()  # ids of workers without a route that tells of a pause
+        # Ids of workers that are not in development mode, without which nobody pauses them or changes their weights.
+        self._plain: set[str] = set()
 
     def engine_ids(self, path: str, base: str, *, batch_size: int | None, samples: int) -> EngineIds:
         """One id for the whole request; aborts of completions name each prompt, and samples go with their prompt."""
@@ -94,9 +95,11 @@ class VLLMBackend:
         )
 
     def abort_all_request(self, worker: Worker) -> UpstreamRequest | None:
-        """None: its route takes ids only."""
-        del worker
-        return None
+        """Build ``POST /abort_requests``, where the engine is not known to be without it; the other takes ids only."""
+        if worker.id in self._plain:
+            return None
+        headers = [(b"content-type", b"application/json"), *bearer(worker.api_key)]
+        return UpstreamRequest("POST", "/abort_requests", headers, [b"{}"])
 
     async def identify(self, worker: Worker, timeout_s: float) -> EngineFacts:
         """Read ``/version``, ``/v1/models``, ``/metrics``, and ``/kv_event_sources`` where there is one.
@@ -106,7 +109,7 @@ class VLLMBackend:
         Raises:
             IdentifyFailed: See the message.
         """
-        self._unpausable.discard(worker.id)
+        self._plain.discard(worker.id)
         version = await get_body(self._client, worker, ("/version",), timeout_s)
         models = await get_body(self._client, worker, ("/v1/models",), timeout_s)
         metrics = await get_body(self._client, worker, ("/metrics",), timeout_s)
@@ -117,13 +120,33 @@ class VLLMBackend:
             bootstrap = await get_body(self._client, at, ("/query",), timeout_s)
         try:
             facts = facts_from(models, version, metrics, sources)
-            return (
-                replace(facts, transfer_engine_ids=mooncake_engine_ids(bootstrap, facts.dp_size))
-                if bootstrap
-                else facts
-            )
+            if bootstrap:
+                facts = replace(facts, transfer_engine_ids=mooncake_engine_ids(bootstrap, facts.dp_size))
         except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
             raise IdentifyFailed(f"the engine's metadata is not as expected: {exc}") from exc
+        try:
+            return replace(facts, weight_version=await self.weight_version(worker, timeout_s))
+        except IdentifyFailed:
+            return facts  # its core is busy; it is asked again with the next probe
+
+    async def weight_version(self, worker: Worker, timeout_s: float) -> str | None:
+        """Ask ``/weight_info``, which only engines in development mode have."""
+        if worker.id in self._plain:
+            return None
+        request = UpstreamRequest("GET", "/weight_info", bearer(worker.api_key), [])
+        try:
+            async with asyncio.timeout(timeout_s):
+                status, body = await fetch(self._client, worker.origin, request)
+        except (UpstreamError, CallEnded, TimeoutError) as exc:
+            raise IdentifyFailed(f"/weight_info: {str(exc) or 'no answer in time'}") from exc
+        if status == 404:
+            return None
+        if status != 200:
+            raise IdentifyFailed(f"/weight_info: status {status}")
+        try:
+            return weight_version_from(body)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
+            raise IdentifyFailed(f"/weight_info is not as expected: {exc}") from exc
 
     async def probe(self, worker: Worker, timeout_s: float) -> ProbeResult:
         """Ask ``/health``, which generates nothing and is good in a pause too, and then whether there is one."""
@@ -137,10 +160,10 @@ class VLLMBackend:
 
     async def _is_paused(self, worker: Worker) -> bool:
         """Only engines in development mode can be paused, and have the route; others are asked once a reading."""
-        if worker.id in self._unpausable:
+        if worker.id in self._plain:
             return False
         request = UpstreamRequest("GET", "/is_paused", bearer(worker.api_key), [])
         status, body = await fetch(self._client, worker.origin, request)
         if status == 404:
-            self._unpausable.add(worker.id)
+            self._plain.add(worker.id)
         return status == 200 and body.replace(b" ", b"") == b'{"is_paused":true}'

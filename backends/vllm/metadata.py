@@ -31,6 +31,19 @@ class _Version(msgspec.Struct):
     version: str = ""
 
 
+class _WeightInfo(msgspec.Struct):
+    weight_version: str | None = None
+
+
+def weight_version_from(weight_info: bytes) -> str | None:
+    """The label of the weights in a body of ``/weight_info``.
+
+    Raises:
+        msgspec.DecodeError: Not JSON, or the label is no string.
+    """
+    return msgspec.json.decode(weight_info, type=_WeightInfo).weight_version
+
+
 def facts_from(models: bytes, version: bytes, metrics: bytes, kv_event_sources: bytes = b"") -> EngineFacts:
     """Decode the bodies.
 

@@ -13,12 +13,13 @@ from gateway.services import Services
 
 
 class AbortRequest(BaseModel):
-    """Body of ``POST /abort_request``; engines read no more than these two either."""
+    """Body of ``POST /abort_request``; with ``prefix``, which some trainers' engines know, ``rid`` begins the ids."""
 
     model_config = ConfigDict(strict=True)
 
-    rid: str = ""
-    abort_all: bool = False
+    rid: str | None = None
+    abort_all: bool | None = None
+    prefix: bool | None = None
 
 
 def control_router(services: Services, keys: Keys) -> APIRouter:
@@ -28,12 +29,14 @@ def control_router(services: Services, keys: Keys) -> APIRouter:
     @router.post("/abort_request")
     async def abort_request(body: AbortRequest, request: Request) -> Response:
         statuses: dict[str, int | str] = {}
+        if (body.abort_all or body.prefix) and not may_administer(keys, request):
+            raise GatewayError(unauthorized(is_admin=True) if keys.has_admin_keys else forbidden())
         if body.abort_all:
-            if not may_administer(keys, request):
-                raise GatewayError(unauthorized(is_admin=True) if keys.has_admin_keys else forbidden())
             wanted = list(dict.fromkeys(services.live.ids))
         elif not body.rid:
             raise InvalidRequest("'rid' is empty; give the id of a request, or abort_all", param="rid")
+        elif body.prefix:
+            wanted = [public_id for public_id in services.live.ids if public_id.startswith(body.rid)]
         else:
             wanted = [body.rid]
         aborted: list[str] = []

@@ -63,6 +63,13 @@ ADDRESSED_ONLY: Final = (
     "/update_weights",
     "/finish_weight_update",
     "/collective_rpc",
+    "/post_process_weights",
+    "/pull_weights",
+    "/start_draft_weight_update",
+    "/shutdown_weight_transfer_engine",
+    "/weight_checker",
+    "/hicache/storage-backend",
+    "/hicache/storage-backend/clear",
 )
 # Calls of one fan-out at the same time, and fan-outs at the same time; each of those holds its body.
 MAX_CALLS = 256
@@ -201,7 +208,7 @@ class FanOuts:
             return _failed(exc.report)
         result = _answered(head.status, body)
         if result.is_success:
-            took_effect(self._services, member, target.partition("?")[0])
+            await took_effect(self._services, member, target.partition("?")[0])
         return result
 
 
@@ -244,4 +251,4 @@ def add_fan_out_routes(router: APIRouter, fan_outs: FanOuts) -> None:
     for path in LIMITS_S:
         router.add_api_route(path, send, methods=["GET", "POST"] if path == "/flush_cache" else ["POST"])
     for path in ADDRESSED_ONLY:
-        router.add_api_route(path, refuse, methods=["GET", "POST"])
+        router.add_api_route(path, refuse, methods=["GET", "POST", "PUT", "DELETE"])

@@ -11,6 +11,7 @@ from gateway.api.fan_out import FanOuts, add_fan_out_routes
 from gateway.api.json_response import json_response
 from gateway.api.refusals import admin_guard
 from gateway.api.worker_call import CALL_HEADERS, call_worker, has_succeeded, took_effect
+from gateway.api.workers import named_member
 from gateway.auth import Keys
 from gateway.errors import InvalidRequest
 from gateway.fleet_control import FleetControl
@@ -25,16 +26,16 @@ DrainTimeout = Annotated[float, Query(ge=0, le=DAY_S, allow_inf_nan=False)]
 
 
 class NewWorker(BaseModel):
-    """Body of ``POST /workers``."""
+    """Body of ``POST /workers``; ``null`` stands for what is not said."""
 
     model_config = ConfigDict(extra="ignore")
 
     url: str
     worker_type: Literal["regular", "prefill", "decode"] | None = None
     bootstrap_port: int | None = None
-    engine: Literal["auto", "sglang", "vllm"] = "auto"
+    engine: Literal["auto", "sglang", "vllm"] | None = None
     model_id: str | None = None
-    kv_events: str = "auto"
+    kv_events: str | None = None
     api_key: str | None = None
 
 
@@ -87,14 +88,9 @@ def fleet_router(
     router = APIRouter(dependencies=[Depends(admin_guard(keys))])
 
     def member_of(wanted: str) -> Member:
-        member = services.fleet.get(wanted)
-        if member is None:
-            raise InvalidRequest(f"there is no worker {wanted!r}", param="worker_id", status=404, type="not_found")
-        return member
+        return named_member(services.fleet, wanted)
 
-    def member_at(url: str | None) -> Member:
-        if not url:
-            raise InvalidRequest("the worker's 'url' is missing", param="url")
+    def member_at(url: str) -> Member:
         return member_of(worker_id(_spec(NewWorker(url=url))))
 
     def add(new: NewWorker) -> Response:
@@ -118,10 +114,6 @@ def fleet_router(
     async def add_worker(new: NewWorker) -> Response:
         return add(new)
 
-    @router.delete("/workers/{worker}")
-    async def delete_worker(worker: str, drain_timeout_s: DrainTimeout = drain_timeout_s) -> Response:
-        return remove(member_of(worker), drain_timeout_s)
-
     @router.post("/add_worker")
     async def add_by_url(request: Request, url: str | None = None) -> Response:
         return add(NewWorker(url=await _url_of(request, url)))
@@ -135,8 +127,13 @@ def fleet_router(
         member = member_of(worker)
         answer = await _call(control, member, request)
         if has_succeeded(answer.status_code, bytes(answer.body)):
-            took_effect(services, member, request.url.path)
+            await took_effect(services, member, request.url.path)
         return answer
+
+    # Behind the route of calls, whose path this one would take too: older trainers put the worker's URL there.
+    @router.delete("/workers/{worker:path}")
+    async def delete_worker(worker: str, drain_timeout_s: DrainTimeout = drain_timeout_s) -> Response:
+        return remove(member_at(worker) if "://" in worker else member_of(worker), drain_timeout_s)
 
     add_fan_out_routes(router, fan_outs)
     return router

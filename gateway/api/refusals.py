@@ -2,7 +2,7 @@
 
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -36,13 +36,22 @@ def refusal(report: ErrorReport, request: Request) -> Response:
     return Response(report.body(request_id), report.status, headers)
 
 
-def install_error_shape(app: FastAPI) -> None:
-    """Make every error of ``app`` look like those of the data plane."""
+def install_error_shape(app: FastAPI, engine_routes: Iterable[str] = ()) -> None:
+    """Make every error of ``app`` look like those of the data plane.
+
+    Args:
+        app: The application.
+        engine_routes: Control routes of engines, which are told to those who ask for one that is not here.
+    """
+    hint = (
+        f"; of engines' control routes {', '.join(engine_routes)} go to all workers, and any other is called on one as "
+        "/workers/{id}/call/ROUTE"
+    )
 
     async def on_http(request: Request, exc: Exception) -> Response:
         assert isinstance(exc, HTTPException)
         if exc.status_code == 404:
-            return refusal(not_found(request.url.path), request)
+            return refusal(not_found(request.url.path, hint), request)
         if exc.status_code == 405:
             return refusal(wrong_method(request.method, (exc.headers or {}).get("Allow", "")), request)
         kind = "request_too_large" if exc.status_code == 413 else "invalid_request"

@@ -11,6 +11,7 @@ from backends.errors import UpstreamError
 from backends.upstream.base import AnswerHead, Headers, UpstreamClient, UpstreamRequest
 from backends.upstream.fetch import MAX_CONTROL_BODY_BYTES, fetch_answer
 from gateway.errors import GatewayError, InvalidRequest, report_of
+from gateway.lifespan import read_weights
 from gateway.services import Services
 from routers.fleet import Member
 
@@ -25,12 +26,29 @@ EMPTIES_CACHE: Final = frozenset(
         "update_weights_from_tensor",
         "update_weights_from_distributed",
         "update_weights_from_ipc",
+        "end_weight_update",
+        "update_weights",
+        "finish_weight_update",
         "load_lora_adapter",
         "unload_lora_adapter",
         "release_memory_occupation",
         "sleep",
     }
 )
+# Routes after which the weights may be of another version.
+_CHANGES_WEIGHTS: Final = frozenset(
+    {
+        "update_weights_from_disk",
+        "update_weights_from_tensor",
+        "update_weights_from_distributed",
+        "update_weights_from_ipc",
+        "end_weight_update",
+        "finish_weight_update",
+        "update_weight_version",
+    }
+)
+# Longest wait for the version of a worker's weights after that, in seconds; its next probe asks again.
+VERSION_TIMEOUT_S = 5.0
 _PAUSES: Final = frozenset({"pause_generation", "pause"})
 _CONTINUES: Final = frozenset({"continue_generation", "resume"})
 
@@ -84,8 +102,10 @@ def has_succeeded(status: int, body: bytes) -> bool:
     return not (isinstance(read, dict) and read.get("success") is False)
 
 
-def took_effect(services: Services, member: Member, path: str) -> None:
+async def took_effect(services: Services, member: Member, path: str) -> None:
     """Draw the conclusions of a control route that ``member`` has answered with success.
+
+    Whoever is told of that success next finds the version of the new weights known.
 
     Args:
         services: Hold what is known of caches.
@@ -100,3 +120,5 @@ def took_effect(services: Services, member: Member, path: str) -> None:
         services.prefixes.forget(member.worker.id)
     if name in _PAUSES or name in _CONTINUES:
         member.paused_by_us(name in _PAUSES)
+    if name in _CHANGES_WEIGHTS and member.facts is not None:
+        await read_weights(services.backends[member.facts.engine], member, VERSION_TIMEOUT_S)

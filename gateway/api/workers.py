@@ -1,6 +1,7 @@
 """The fleet and the gateway's inner counters, for administrators."""
 
 import math
+import re
 from collections.abc import Callable
 
 from fastapi import APIRouter, Depends, Response
@@ -12,7 +13,22 @@ from gateway.api.refusals import admin_guard
 from gateway.auth import Keys
 from gateway.errors import InvalidRequest
 from gateway.services import Services
-from routers.fleet import Member, WorkerState
+from routers.fleet import Fleet, Member, WorkerState
+
+# SGLang's own router writes a data-parallel rank behind the name of a worker.
+_RANK_SUFFIX = re.compile(r"@\d{1,5}$")
+
+
+def named_member(fleet: Fleet, name: str) -> Member:
+    """The worker of an id, with or without a rank behind it.
+
+    Raises:
+        InvalidRequest: There is none.
+    """
+    member = fleet.get(_RANK_SUFFIX.sub("", name))
+    if member is None:
+        raise InvalidRequest(f"there is no worker {name!r}", param="worker_id", status=404, type="not_found")
+    return member
 
 
 def describe_member(services: Services, member: Member) -> dict[str, object]:
@@ -139,18 +155,15 @@ def workers_router(services: Services, keys: Keys, drain_tasks: Callable[[], int
     router = APIRouter(dependencies=[Depends(admin_guard(keys))])
 
     @router.get("/workers")
-    async def workers() -> Response:
-        members = list(services.fleet)
+    async def workers(model: str | None = None) -> Response:
+        members = [member for member in services.fleet if not model or model in member.names]
         counts = {f"{role}_count": sum(member.role is role for member in members) for role in Role}
         listed = [describe_member(services, member) for member in members]
         return json_response({"workers": listed, "total": len(members), "stats": counts})
 
     @router.get("/workers/{worker_id}")
     async def worker(worker_id: str) -> Response:
-        member = services.fleet.get(worker_id)
-        if member is None:
-            raise InvalidRequest(f"there is no worker {worker_id!r}", param="worker_id", status=404, type="not_found")
-        return json_response(describe_member(services, member))
+        return json_response(describe_member(services, named_member(services.fleet, worker_id)))
 
     @router.get("/list_workers")
     async def list_workers() -> Response:

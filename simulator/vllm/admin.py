@@ -1,4 +1,4 @@
-"""Aborts, and the routes of the development mode: pause, sleep, cache."""
+"""Aborts, and the routes of the development mode: pause, sleep, cache, weights."""
 
 from __future__ import annotations
 
@@ -85,6 +85,43 @@ def handle_resume(core: VllmCore, exchange: Exchange) -> None:
 def handle_is_paused(core: VllmCore, exchange: Exchange) -> None:
     """Tell whether the engine is paused."""
     exchange.respond(200, orjson.dumps({"is_paused": core.is_paused}))
+
+
+def handle_weight_info(core: VllmCore, exchange: Exchange) -> None:
+    """Tell the version of the weights."""
+    exchange.respond(200, orjson.dumps({"weight_version": core.weight_version}))
+
+
+def handle_update_weight_version(core: VllmCore, exchange: Exchange) -> None:
+    """Take another version over."""
+    raw = _object(exchange)
+    if raw is None:
+        return
+    version = raw.get("new_version")
+    if not isinstance(version, str):
+        error = invalid("string_type", "body.new_version", "Input should be a valid string", str(version))
+        exchange.respond(400, error.body)
+        return
+    core.weight_version = version
+    exchange.respond(200, b'{"message":"Weight version updated"}')
+
+
+_DONE = {
+    "/init_weight_transfer_engine": "Weight transfer initialized",
+    "/start_weight_update": "Weight update started",
+    "/update_weights": "Weights updated",
+    "/finish_weight_update": "Weight update finished",
+}
+
+
+def handle_weight_update(core: VllmCore, exchange: Exchange) -> None:
+    """Answer the steps of a transfer; the last one may bring a version, the weights stay as they are."""
+    raw = _object(exchange) if exchange.request.body else {}
+    if raw is None:
+        return
+    if isinstance(version := raw.get("weight_version"), str):
+        core.weight_version = version
+    exchange.respond(200, orjson.dumps({"message": _DONE[exchange.request.path]}))
 
 
 def handle_sleep(core: VllmCore, exchange: Exchange) -> None:

@@ -152,8 +152,9 @@ async def test_identify_reads_a_real_engine(backend: VLLMBackend) -> None:
             b"GET /v1/models HTTP/1.1",
             b"GET /metrics HTTP/1.1",
             b"GET /kv_event_sources HTTP/1.1",
+            b"GET /weight_info HTTP/1.1",
         ]
-        assert facts.kv_announcement == b""  # this one has no such route
+        assert (facts.kv_announcement, facts.weight_version) == (b"", None)  # this one has no such routes
         assert all((b"authorization", b"Bearer key") in request.headers for request in server.requests)
 
 
@@ -241,6 +242,41 @@ async def test_an_engine_that_cannot_be_paused_is_asked_once_after_each_reading(
             for _ in range(3):
                 assert await backend.probe(worker, PATIENCE_S) is ProbeResult.UP
             assert asked == [b"/health", b"/is_paused", b"/health", b"/health"]
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        pytest.param(answer(b'{"weight_version":"7"}'), "7", id="a version"),
+        pytest.param(answer(b'{"weight_version":null}'), None, id="none"),
+        pytest.param(None, None, id="no such route"),
+        pytest.param(answer(b"{}", status=b"500 Internal Server Error"), "status 500", id="500"),
+        pytest.param(answer(b'{"weight_version":7}'), "not as expected", id="a number"),
+        pytest.param(b"rubbish", "valid HTTP", id="no HTTP"),
+    ],
+)
+async def test_the_version_of_the_weights(reply: bytes | None, expected: str | None, backend: VLLMBackend) -> None:
+    async with raw_server(served(GOOD | ({} if reply is None else {b"/weight_info": reply}))) as server:
+        worker = worker_at(server)
+        fails = expected is not None and not expected.isdigit()
+        if fails:
+            with pytest.raises(IdentifyFailed, match=expected):
+                await backend.weight_version(worker, PATIENCE_S)
+        else:
+            assert await backend.weight_version(worker, PATIENCE_S) == expected
+        # A core that is too busy to tell it is no reason not to use the engine.
+        facts = await backend.identify(worker, PATIENCE_S)
+        assert facts.weight_version == (None if fails else expected)
+
+
+async def test_everything_is_aborted_where_the_engine_may_know_how(backend: VLLMBackend) -> None:
+    async with raw_server(served(GOOD)) as server:
+        worker = worker_at(server, "key")
+        request = backend.abort_all_request(worker)
+        assert request is not None
+        assert (request.path, request.body) == ("/abort_requests", [b"{}"])
+        await backend.probe(worker, PATIENCE_S)  # from which it is known to be in no development mode
+        assert backend.abort_all_request(worker) is None
 
 
 async def test_probe_has_a_time_limit_and_survives_nobody(backend: VLLMBackend) -> None:
