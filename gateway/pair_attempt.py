@@ -8,6 +8,8 @@ from backends.errors import CallClosed
 from backends.leg import Leg
 from backends.leg_events import Cause
 from backends.pair_types import Part
+from backends.sglang import pd as sglang
+from backends.types import EngineKind
 from gateway.envelope import Envelope
 from gateway.pair_failure import PairFailed
 from gateway.pair_legs import PairRequest, Seat
@@ -98,9 +100,11 @@ class PairAttempt:
         return self.is_live and (on or worker_id == self.worker_id)
 
     def blamed(self, error: Exception) -> Member:
-        """The worker at fault."""
-        is_prefills = isinstance(error, PairFailed) and error.failure.part is Part.PREFILL
-        return self.prefill.member if is_prefills else self.member
+        """The worker at fault, which need not be the one whose leg has failed."""
+        part = error.failure.part if isinstance(error, PairFailed) else None
+        if part is not None and self.prefill.facts.engine is EngineKind.SGLANG:
+            part = sglang.part_at_fault(part, str(error))
+        return self.prefill.member if part is Part.PREFILL else self.member
 
     def has_done_its_part(self, member: Member) -> bool:
         """Whether a worker other than the one that is judged has done what it was asked for: prefill, if all of it."""

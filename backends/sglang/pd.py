@@ -16,6 +16,7 @@ import orjson
 
 from backends.body_edit import edited
 from backends.json_body import JsonBody, JsonBodyError
+from backends.pair_types import Part
 
 # Routes that take the fields of a pair.
 PAIRED_PATHS: Final = frozenset({"/generate", "/v1/chat/completions", "/v1/completions"})
@@ -24,6 +25,12 @@ MAX_PORT: Final = 65535
 # Of an engine that does not tell its own.
 DEFAULT_BOOTSTRAP_PORT: Final = 8998
 
+# How the one half says that it cannot reach the other one; its own process answers (0.5.23).
+_UNREACHED: Final = {
+    Part.PREFILL: ("Failed to send kv chunk",),
+    Part.DECODE: ("Lost connection with prefill instance", "Decode handshake failed"),
+}
+_ABORTED: Final = "Aborted by AbortReq"
 # Nothing of a client's may be left of what says where a leg runs; null passes the refusal of internal fields.
 _RANK_FIELDS = frozenset(
     {"bootstrap_pair_key", "data_parallel_rank", "decode_tp_size", "disagg_prefill_dp_rank", "routed_dp_rank"}
@@ -35,6 +42,18 @@ _OUTPUT_FLAT = frozenset({"return_flat_raw_output_top_logprobs", "return_flat_ra
 _UNARY_ONLY = frozenset({"return_meta_info", "return_prompt_token_ids", "return_token_ids"})
 _SAMPLING = "sampling_params"
 _items = msgspec.json.Decoder(list[msgspec.Raw])
+
+
+def part_at_fault(part: Part, message: str) -> Part:
+    """The half that is to be blamed when one has failed: the other one, if this one says that it cannot reach it.
+
+    Args:
+        part: The half that has failed.
+        message: What it said.
+    """
+    if _ABORTED in message or not any(one in message for one in _UNREACHED[part]):
+        return part
+    return Part.DECODE if part is Part.PREFILL else Part.PREFILL
 
 
 class RandomBits(Protocol):
