@@ -14,7 +14,12 @@ class Failure(enum.Enum):
     STALE = "a kept connection ended as the request went out, and the worker lives"
     DROPPED = "the connection ended before any byte of an answer, and the worker lives"
     DIED = "the connection ended before any byte of an answer, and the worker is gone"
+    UNFIT = "the worker lacks something that was taken for granted, as is known from now on"
     FINAL = "anything else"
+
+
+# What a worker can lack is little, so that with more of them something else is wrong.
+MAX_UNFIT = 8
 
 
 class Attempts:
@@ -32,10 +37,11 @@ class Attempts:
         queue_s: How long the request has waited for a worker, ``None`` if it never had to.
     """
 
-    __slots__ = ("_most", "_was_stale", "count", "deaths", "failed", "queue_s")
+    __slots__ = ("_most", "_unfit", "_was_stale", "count", "deaths", "failed", "queue_s")
 
     def __init__(self, most: int) -> None:
         self._most = most
+        self._unfit = 0
         self._was_stale = False
         self.count = 0
         self.deaths = 0
@@ -51,12 +57,15 @@ class Attempts:
         self.queue_s = (self.queue_s or 0.0) + seconds
 
     def may_retry(self, worker_id: str, failure: Failure) -> bool:
-        """Take a failure into account; whether another worker may be tried, or after ``STALE`` any, this one too."""
+        """Take a failure into account; whether another worker may be tried, or after ``STALE`` and ``UNFIT`` any."""
         if failure is Failure.STALE and not self._was_stale:
             self._was_stale = (
                 True  # the race with an idle limit says nothing of the worker, so the limit does not apply
             )
             return self.deaths == 0
+        if failure is Failure.UNFIT:  # where it can go now is known, and nothing was done yet
+            self._unfit += 1
+            return self.deaths == 0 and self._unfit <= MAX_UNFIT
         self.failed.add(worker_id)
         if failure is Failure.FINAL or self.count >= self._most:
             if failure is Failure.DIED:

@@ -12,16 +12,17 @@ from backends.errors import (
     ConnectionDropped,
     RequestUnsendable,
 )
+from backends.types import EngineKind
 from gateway.answer import Verdict
 from gateway.attempts import Attempts, Failure
 from gateway.downstream import ClientRequest
 from gateway.envelope import Envelope
-from gateway.errors import ENGINE_DIED, RETRY_AFTER_S, EngineRefused, ErrorReport, GatewayError, report_of
+from gateway.errors import ENGINE_DIED, RETRY_AFTER_S, EngineRefused, ErrorReport, GatewayError, WorkerUnfit, report_of
 from gateway.outcome import Outcome
 from gateway.pair_failure import PairFailed
 from gateway.pair_placement import needs_one_worker
 from gateway.placement import Attempt, place
-from gateway.prompts import Prompt
+from gateway.prompts import Prompt, prompt_of
 from gateway.routes import Route
 from gateway.services import Services
 from gateway.waiting_room import Wanted
@@ -31,8 +32,8 @@ from routers.types import Candidate
 
 logger = logging.getLogger("forebay.exchange")
 
-# What a request brings upon itself on any worker.
-_REQUESTS_FAULT = (AnswerTooLarge, RequestUnsendable)
+# What a request brings upon itself on any worker, and what a worker was never made for.
+_REQUESTS_FAULT = (AnswerTooLarge, RequestUnsendable, WorkerUnfit)
 
 
 class Dispatch:
@@ -85,6 +86,10 @@ class Dispatch:
             CallClosed: The request was stopped meanwhile.
         """
         prefixes = self._services.prefixes
+        native = self._envelope.native
+        if native is not None and native.prompt_ids:
+            self._prompt = prompt_of(self._envelope, self._model, dict.fromkeys(EngineKind, native.prompt_ids))
+            return
         self._prompt = prefixes.known(self._route, self._envelope, self._model)
         if self._prompt is None:
             try:
@@ -152,6 +157,8 @@ class Dispatch:
         is_busy = report.type == "overloaded" or isinstance(cause, _REQUESTS_FAULT)
         is_stale = isinstance(cause, ConnectionDropped) and cause.was_reused
         self._judge(placed, member, failed=report.status >= 500 and not is_busy and not is_stale)
+        if isinstance(cause, WorkerUnfit):
+            self._services.native_workers.lacks(member, cause)
         if not any(leg.has_output for leg in placed.legs):
             self._services.prefixes.failed(placed.sent)
         placed.end()
@@ -175,6 +182,8 @@ class Dispatch:
             return Failure.FINAL
         if isinstance(cause, ConnectFailed):
             return Failure.UNREACHABLE
+        if isinstance(cause, WorkerUnfit):
+            return Failure.UNFIT
         # Of a pair's answer the client has got nothing, even if it broke off.
         dropped = (ConnectionDropped, AnswerBroken) if isinstance(error, PairFailed) else ConnectionDropped
         if isinstance(cause, dropped) and not self._is_stopped():

@@ -1,11 +1,12 @@
 """Which ranks a request may go to: by model, route, pins, weights, breakers and room; and whether waiting helps."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 from backends.types import EngineKind
 from gateway.envelope import Envelope
-from gateway.errors import NATIVE_ON_VLLM, GatewayError
-from gateway.routes import Route
+from gateway.flat_logprobs import wants_flat
+from gateway.native_request import native_obstacle, speaks_native
+from gateway.routes import Dialect, Route
 from routers.errors import NoReadyWorker, NoRoom, RoutingError
 from routers.fleet import Fleet
 from routers.pair import NoPair, Pins, Pools, can_serve, obstacle, pinned
@@ -34,10 +35,14 @@ def eligible(
         GatewayError: There are, and none of their engines can ever serve the route.
     """
     candidates = fleet.candidates(model)
-    if route.path == "/generate" and fleet.has_vllm:
-        candidates = _speaking_native(fleet, candidates, model, envelope.worker_id)
     if envelope.dp_rank is not None or envelope.worker_id is not None:
         candidates = fleet.pinned(candidates, model, envelope.dp_rank, envelope.worker_id)
+    if fleet.has_vllm and (is_able := _able(fleet, route, envelope)) is not None:
+        _refuse_unable(fleet, route, envelope, model)
+        able = tuple(filter(is_able, candidates))
+        if not able and route.path == "/generate":
+            raise NoReadyWorker(f"no worker of the model {model!r} that can serve the request is ready")
+        candidates = able or candidates
     if envelope.min_weight_version is not None:
         candidates = tuple(filter(_has_weights(fleet, envelope.min_weight_version), candidates))
         if not candidates:
@@ -92,9 +97,9 @@ def eligible_pools(
     pools = _of_route(route, fleet.pools(model))
     if not (pools.prefill or pools.decode or pools.regular):
         raise fleet.none_ready(model)
-    if route.path == "/generate" and fleet.has_vllm:
-        _refuse_native_on_vllm(fleet, model, envelope.worker_id)
-        pools = _kept(pools, _speaks_native(fleet))
+    if fleet.has_vllm:
+        _refuse_unable(fleet, route, envelope, model)
+        pools = _able_pools(fleet, route, envelope, pools)
     fleet.check_pins(model, pins.dp_rank, pins.worker_id)
     pools = checked(pinned(pools, pins))
     if envelope.min_weight_version is not None:
@@ -146,8 +151,8 @@ def may_come_back(
         ),
         lambda one: one.key.worker_id not in failed,
     )
-    if route.path == "/generate":
-        pools = _kept(pools, _speaks_native(fleet))
+    if fleet.has_vllm:
+        pools = _able_pools(fleet, route, envelope, pools)
     if envelope.min_weight_version is not None:
         pools = _kept(pools, _has_weights(fleet, envelope.min_weight_version))
     try:
@@ -180,32 +185,46 @@ def _with_weights(at_least: int) -> str:
     return f"has weights of version {at_least} or later"
 
 
-def _speaks_native(fleet: Fleet) -> Callable[[Candidate], bool]:
-    return lambda one: fleet.engine_of(one.key.worker_id) is not EngineKind.VLLM
+def kind_of(route: Route, envelope: Envelope) -> Hashable:
+    """The same for all requests that the same kinds of workers can serve."""
+    if route.path == "/generate":
+        return None if envelope.native is None else envelope.native.pool
+    return route.dialect is Dialect.COMPLETIONS and wants_flat(route.dialect, envelope.body)
 
 
-def _refuse_native_on_vllm(fleet: Fleet, model: str, worker_id: str | None) -> None:
+def _able(fleet: Fleet, route: Route, envelope: Envelope) -> Callable[[Candidate], bool] | None:
+    """Which workers of a fleet with vLLM among it can serve a request, where not all can; ``None`` for all."""
+    if route.path == "/generate":
+        return lambda one: speaks_native(fleet.get(one.key.worker_id), envelope.native)
+    if route.dialect is Dialect.COMPLETIONS and wants_flat(route.dialect, envelope.body):
+        return _is_vllm
+    return None
+
+
+def _is_vllm(one: Candidate) -> bool:
+    return one.group is not None and one.group.engine is EngineKind.VLLM
+
+
+def _able_pools(fleet: Fleet, route: Route, envelope: Envelope, pools: Pools) -> Pools:
+    """The pools without what cannot serve the request; on SGLang's own route, vLLM workers do so alone."""
+    is_able = _able(fleet, route, envelope)
+    if is_able is None:
+        return pools
+    kept = _kept(pools, is_able)
+    if route.path != "/generate":
+        return kept if kept.prefill or kept.decode or kept.regular else pools
+    prefill = [one for one in kept.prefill if not _is_vllm(one)]
+    return Pools(prefill=prefill, decode=kept.decode, regular=kept.regular)
+
+
+def _refuse_unable(fleet: Fleet, route: Route, envelope: Envelope, model: str) -> None:
     """See that some worker of the model, or the one that is asked for, may serve SGLang's own route.
 
     Raises:
         GatewayError: None ever will.
     """
-    asked = [m for m in fleet if model in m.names and worker_id in (None, m.worker.id)]
-    if asked and all(fleet.engine_of(m.worker.id) is EngineKind.VLLM for m in asked):
-        raise GatewayError(NATIVE_ON_VLLM)
-
-
-def _speaking_native(
-    fleet: Fleet, candidates: tuple[Candidate, ...], model: str, worker_id: str | None
-) -> tuple[Candidate, ...]:
-    """Those of ``candidates`` that serve SGLang's own route.
-
-    Raises:
-        NoReadyWorker: There are none now.
-        GatewayError: No worker of the model, or not the one that is asked for, ever will.
-    """
-    native = tuple(filter(_speaks_native(fleet), candidates))
-    _refuse_native_on_vllm(fleet, model, worker_id)
-    if not native:
-        raise NoReadyWorker(f"no SGLang worker for the model {model!r} is ready")
-    return native
+    if route.path != "/generate":
+        return
+    asked = [m for m in fleet if model in m.names and envelope.worker_id in (None, m.worker.id)]
+    if (reason := native_obstacle(asked, envelope.native)) is not None:
+        raise reason

@@ -14,6 +14,7 @@ import numpy as np
 from backends.json_body import JsonBody, JsonBodyError
 from backends.upstream.base import Headers
 from gateway.errors import InvalidRequest
+from gateway.native_request import NativeRequest
 from gateway.routes import Dialect, Route
 from gateway.screening import (
     INTERNAL_FIELDS,
@@ -92,6 +93,7 @@ class Envelope(msgspec.Struct, frozen=True):
         stickiness_key: Session key.
         headers: The client's headers that go to the engine.
         min_weight_version: Version below which a worker's weights must not be, ``None`` for any.
+        native: The request in vLLM's terms; ``None`` where no vLLM worker may serve it.
     """
 
     body: JsonBody
@@ -107,6 +109,7 @@ class Envelope(msgspec.Struct, frozen=True):
     stickiness_key: str | None
     headers: Headers
     min_weight_version: int | None = None
+    native: NativeRequest | None = None
 
     @property
     def sequences(self) -> int:

@@ -96,6 +96,10 @@ class InvalidRequest(GatewayError):
         super().__init__(ErrorReport(status, type or "invalid_request", message, Outcome.REJECTED, param))
 
 
+class WorkerUnfit(GatewayError):
+    """The worker lacks something that the request took for granted, as is known from now on."""
+
+
 class EngineRefused(GatewayError):
     """The engine answered with an error of its own.
 
@@ -157,8 +161,11 @@ TIMED_OUT = ErrorReport(504, "timeout", "the request took too long", Outcome.TIM
 ENGINE_DIED = ErrorReport(
     502, "engine_died", "two engines died under this request, so it is not tried again", Outcome.ENGINE_ERROR
 )
-NATIVE_ON_VLLM = ErrorReport(
-    501, "not_implemented", "vLLM workers do not serve /generate in this release", Outcome.REJECTED
+NO_TOKEN_ROUTE = ErrorReport(
+    501,
+    "not_implemented",
+    "the vLLM worker does not serve token ids, which /generate needs; start it with --enable-scale-out",
+    Outcome.REJECTED,
 )
 CLIENT_GONE = ErrorReport(499, "client_closed", "the client closed the connection", Outcome.CLIENT_CLOSED)
 

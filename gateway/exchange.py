@@ -7,6 +7,7 @@ import asyncio
 import logging
 
 from backends.errors import (
+    CallClosed,
     CallEnded,
     UpstreamError,
 )
@@ -29,6 +30,7 @@ from gateway.errors import (
     InvalidRequest,
     report_of,
 )
+from gateway.native_prompts import ready_for_vllm
 from gateway.outcome import Outcome
 from gateway.placement import Attempt
 from gateway.relay import AnswerRelay
@@ -218,6 +220,10 @@ class Exchange:
             raise InvalidRequest("x-forebay-worker needs the admin API key", param="x-forebay-worker", status=403)
         self._model = services.fleet.model_of(envelope.model)
         refuse_engine_state(envelope.body, services.fleet.engines_serving(self._model))
+        if services.fleet.has_vllm and self._route.path == "/generate":
+            self._envelope = envelope = await ready_for_vllm(services, envelope, self._model)
+            if self._is_stopped():
+                raise CallClosed
         self._dispatch = dispatch = Dispatch(
             services, self._request, self._route, envelope, self._model, self._is_stopped
         )

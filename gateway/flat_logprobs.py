@@ -4,7 +4,7 @@ SGLang builds them itself for chat, if it is asked in its own way. For vLLM they
 tokens as ids, the sampled one first, the others by rank.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -93,6 +93,21 @@ def flat_width(dialect: Dialect, body: JsonBody) -> int:
         return max(_count.decode(text or b"0"), 0)
     except msgspec.DecodeError:
         return 0  # the engine says what is wrong
+
+
+def flat_builder(
+    dialect: Dialect, engine: EngineKind, body: JsonBody
+) -> Callable[[Sequence[bytes]], Slices[bytes]] | None:
+    """What makes the client's answer of the engine's, given as the only item of a list; ``None`` if that is it.
+
+    Args:
+        dialect: Shape of the request, of which ``wants_flat`` is true.
+        engine: Who answers.
+        body: The client's.
+    """
+    if engine is EngineKind.SGLANG or not flat_width(dialect, body):
+        return None
+    return lambda answers: flat_answer(dialect, answers[0], body)
 
 
 def flat_answer(dialect: Dialect, answer: bytes, body: JsonBody) -> Slices[bytes]:

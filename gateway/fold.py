@@ -31,8 +31,12 @@ _UNARY_ONLY: Mapping[tuple[EngineKind, Dialect], frozenset[str]] = {
             "return_token_ids",
         }
     ),
-    (EngineKind.VLLM, Dialect.CHAT): frozenset({"prompt_logprobs", "stream_options"}),
-    (EngineKind.VLLM, Dialect.COMPLETIONS): frozenset({"echo", "prompt_logprobs", "stream_options"}),
+    (EngineKind.VLLM, Dialect.CHAT): frozenset(
+        {"prompt_logprobs", "return_flat_raw_output_top_logprobs", "stream_options"}
+    ),
+    (EngineKind.VLLM, Dialect.COMPLETIONS): frozenset(
+        {"echo", "prompt_logprobs", "return_flat_raw_output_top_logprobs", "stream_options"}
+    ),
 }
 
 

@@ -1,8 +1,5 @@
 """From an envelope to a pair of ranks: choose one worker or two, book, and send what may be sent. One step."""
 
-from collections.abc import Mapping
-
-from backends.base import NO_CHANGES
 from backends.sglang import pd as sglang
 from backends.types import EngineKind
 from backends.vllm import pd as vllm
@@ -11,6 +8,7 @@ from gateway.eligibility import eligible_pools, pins_of
 from gateway.envelope import Envelope
 from gateway.errors import InvalidRequest
 from gateway.expand import pair_choice_changes, pair_obstacle
+from gateway.flat_logprobs import flat_changes, wants_flat
 from gateway.fold_choice import can_fold, fold_maker
 from gateway.pair_attempt import PairAttempt, Turns
 from gateway.pair_legs import PairLegs, PairRequest, seat_of
@@ -29,6 +27,8 @@ _ANY_ROLE = frozenset({"/tokenize", "/detokenize"})
 
 def needs_one_worker(services: Services, route: Route, envelope: Envelope, model: str) -> bool:
     """Whether a request is such that no pair of the model's can serve it."""
+    if route.path == "/generate":  # vLLM workers serve it alone
+        return all(engine is EngineKind.VLLM for engine in services.fleet.engines_serving(model))
     if EngineKind.VLLM in services.fleet.engines_serving(model):
         return bool(vllm.needs_one_worker(route.path, envelope.body, is_batch=envelope.batch_size is not None))
     return route.path not in sglang.PAIRED_PATHS
@@ -96,6 +96,9 @@ def place_pair(
         raise InvalidRequest(f"prefill and decode workers cannot serve this request: {obstacle}", param="n")
     may_fold = can_fold(route, envelope, engine)
     is_folded = not envelope.is_stream and (engine is EngineKind.VLLM or (services.limits.folds_unary and may_fold))
+    flat: dict[str, bytes] = {}
+    if wants_flat(route.dialect, envelope.body):
+        flat = flat_changes(route.dialect, engine, envelope.body, is_stream=envelope.is_stream)
     keeps_logprobs = asks_prompt_logprobs(route.dialect, engine, envelope.body)
     request = PairRequest(
         services=services,
@@ -131,9 +134,9 @@ def place_pair(
     runs: list[PairRun] = []
     try:
         for choice in range(count):
-            changes: Mapping[str, bytes] = NO_CHANGES
+            changes = flat
             if count > 1:
-                changes = pair_choice_changes(route, engine, envelope.body, choice)
+                changes = flat | pair_choice_changes(route, engine, envelope.body, choice)
             runs.append(PairRun(services, PairLegs(request, paired, choice, changes), plan, turns.note))
     except BaseException:
         for run in runs:

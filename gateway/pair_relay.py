@@ -7,8 +7,10 @@ import msgspec
 
 from backends.pair_events import Fail, Finish
 from backends.pair_types import Failure
+from backends.slices import run as run_slices
 from backends.upstream.base import AnswerHead, Headers
 from gateway.answer import Usage, Verdict, passed_headers, unary_verdict
+from gateway.flat_logprobs import flat_builder, wants_flat
 from gateway.merge import merge
 from gateway.merge_stream import StreamMerge
 from gateway.outcome import Outcome
@@ -161,6 +163,7 @@ class _Relay:
             in_order = [bodies[run] for run in attempt.runs]
             batch_size = attempt.request.envelope.batch_size
             body = merge(dialect, in_order, batch_size=batch_size, engine=self._engine)
+        body = await self._built(body)
         await self._client.send_whole(200, _document_headers(first.head), body)
         return self._client.with_rank(attempt, unary_verdict(body, dialect), body)
 
@@ -168,8 +171,18 @@ class _Relay:
         error = failure.error
         if not isinstance(error, EndedByEngine) or len(self._attempt.runs) > 1 or run.head is None:
             raise raised(failure)
-        await self._client.send_whole(200, _document_headers(run.head), error.block)
+        is_whole = error.verdict.outcome is Outcome.ABORTED
+        body = await self._built(error.block) if is_whole else error.block
+        await self._client.send_whole(200, _document_headers(run.head), body)
         return error.verdict
+
+    async def _built(self, body: bytes) -> bytes:
+        """The answer with what the engine has not built itself."""
+        asked = self._attempt.request.envelope.body
+        if not wants_flat(self._route.dialect, asked):
+            return body
+        build = flat_builder(self._route.dialect, self._engine, asked)
+        return body if build is None else await run_slices(build([body]))
 
 
 def _sum(usages: Sequence[Usage]) -> Usage:

@@ -1,29 +1,30 @@
 """From an envelope to a leg: choose a rank, book it, send the request. One step, without an await in between."""
 
-import functools
 from collections.abc import Callable, Mapping
 
 import msgspec
 
 from backends.base import NO_CHANGES
-from backends.cancel_policy import LegKind, abort_capability, cancel_policy
 from backends.leg import Leg
 from backends.leg_events import Cause
-from backends.types import EngineFacts, EngineIds
+from backends.types import EngineFacts, EngineKind
+from backends.vllm.native_request import NativePlan
 from gateway.eligibility import eligible
-from gateway.envelope import Envelope
-from gateway.expand import choice_changes, choice_ids, expands
+from gateway.envelope import FLAT_OUTPUT, Envelope
+from gateway.expand import expands
+from gateway.flat_logprobs import flat_builder, flat_changes, wants_flat
 from gateway.fold import Fold, fold_changes
 from gateway.fold_choice import can_fold, fold_maker
-from gateway.ids import IdMap, id_map
+from gateway.ids import IdMap
+from gateway.native_legs import TOKEN_ROUTE, Build, NativeAnswer, leg_envelopes, native_answer
 from gateway.pair_attempt import PairAttempt
 from gateway.pair_placement import choose, place_pair
 from gateway.prefixes import Sent
 from gateway.prompts import Prompt
-from gateway.routes import Dialect, Route
+from gateway.routes import Route
+from gateway.sender import Sender
 from gateway.services import Services
-from routers.fleet import Member
-from routers.load import RankBooking
+from routers.fleet import Fleet, Member
 from routers.pair import Paired
 from routers.types import Placement, RouteRequest
 
@@ -45,7 +46,9 @@ class Placed(msgspec.Struct, frozen=True):
         batch_size: Items of the batch, ``None`` for a single request.
         choice: What the policy chose.
         sent: What is assumed of the rank since this was sent.
-        sample_ids: Public ids of the legs, where each is a sample of one prompt; else empty.
+        sample_ids: Public ids of what is sampled, where those are not the ids of the envelope's items; else empty.
+        native: What the answers become, of a native request on vLLM.
+        build: Makes the unary answer of those of the legs, where they are not it; ``None`` where they are.
     """
 
     legs: tuple[Leg, ...]
@@ -61,6 +64,8 @@ class Placed(msgspec.Struct, frozen=True):
     choice: Placement
     sent: Sent | None
     sample_ids: tuple[str, ...]
+    native: NativeAnswer | None = None
+    build: Build | None = None
 
     @property
     def leg(self) -> Leg:
@@ -121,12 +126,19 @@ class Placed(msgspec.Struct, frozen=True):
         """
         live = [leg for leg in self.legs if not leg.is_ended]
         index = envelope.item_ids.index(item_id) if item_id in envelope.item_ids else None
-        if item_id in self.sample_ids:
-            live = [leg for leg in (self.legs[self.sample_ids.index(item_id)],) if not leg.is_ended]
+        if (number := self._leg_of(item_id)) is not None:
+            live = [leg for leg in (self.legs[number],) if not leg.is_ended]
         for leg in live:
             items = (leg.engine_ids[index],) if index is not None and len(leg.engine_ids) > 1 else ()
             leg.call_off(items, is_paused=self.member.is_paused)
         return bool(live)
+
+    def _leg_of(self, item_id: str | None) -> int | None:
+        """Number of the leg that an item has to itself, or shares with samples that are stopped with it."""
+        if self.native is not None:
+            ids = self.native.public_ids
+            return self.native.leg_of(ids.index(item_id)) if item_id in ids else None
+        return self.sample_ids.index(item_id) if item_id in self.sample_ids else None
 
     def blamed(self, error: Exception) -> Member:
         """The worker at fault."""
@@ -183,40 +195,93 @@ def _place_alone(
     services: Services, route: Route, envelope: Envelope, choice: Placement, prompt: Prompt | None
 ) -> Placed:
     """Book and send to one rank."""
-    key = choice.candidate.key
-    member = services.fleet.get(key.worker_id)
+    member = services.fleet.get(choice.candidate.key.worker_id)
     assert member is not None
     assert member.facts is not None
     facts = member.facts
+    if facts.engine is EngineKind.VLLM and envelope.native is not None:
+        return _place_native(services, envelope, member, facts, choice, prompt, envelope.native.plan(member))
     folds = services.limits.folds_unary and can_fold(route, envelope, facts.engine)
-    sender = _Sender(
-        services,
-        route,
-        envelope,
-        member,
-        facts,
-        choice,
-        key.dp_rank if facts.dp_size > 1 else None,
-        is_stream=envelope.is_stream or folds,
-    )
+    flat = FLAT_OUTPUT in envelope.body.fields and wants_flat(route.dialect, envelope.body)
+    changes: Mapping[str, bytes] = fold_changes(route.dialect, facts.engine) if folds else NO_CHANGES
+    if flat:
+        changes = flat_changes(route.dialect, facts.engine, envelope.body, is_stream=envelope.is_stream)
+    sender = Sender(services, route, envelope, member, facts, choice, is_stream=envelope.is_stream or folds)
     if expands(route, facts.engine, envelope, is_streamed=sender.is_stream, native_n=services.limits.native_n):
-        sender.send_samples()
+        sender.send_samples(changes)
     else:
-        sender.send_whole(fold_changes(route.dialect, facts.engine) if folds else NO_CHANGES)
-    return Placed(
-        legs=tuple(sender.legs),
-        member=member,
-        facts=facts,
-        dp_rank=sender.dp_rank,
-        overlap_blocks=choice.overlap_blocks,
-        ids_of_legs=tuple(sender.ids),
-        is_stream=sender.is_stream,
+        sender.send_whole(changes)
+    return _placed(
+        sender,
+        envelope,
         new_fold=fold_maker(route, envelope, facts),
-        sent_ids=tuple(sender.sent_ids),
-        batch_size=envelope.batch_size,
-        choice=choice,
         sent=services.prefixes.sent(prompt, choice) if prompt is not None else None,
         sample_ids=_sample_ids(sender.legs, envelope),
+        build=flat_builder(route.dialect, facts.engine, envelope.body) if flat else None,
+    )
+
+
+def _place_native(
+    services: Services,
+    envelope: Envelope,
+    member: Member,
+    facts: EngineFacts,
+    choice: Placement,
+    prompt: Prompt | None,
+    plan: NativePlan,
+) -> Placed:
+    """Send a native request to a vLLM worker, prompt by prompt."""
+    sender = Sender(services, TOKEN_ROUTE, envelope, member, facts, choice, is_stream=plan.is_stream)
+    sender.send_each(leg_envelopes(plan, envelope))
+    native = native_answer(
+        plan,
+        envelope,
+        is_incremental=_streams_deltas(services.fleet, member.model_id),
+        weight_version=facts.weight_version,
+    )
+    return _placed(
+        sender,
+        envelope,
+        new_fold=None,
+        sent=services.prefixes.sent(prompt, choice) if prompt is not None else None,
+        sample_ids=native.public_ids if native.public_ids != envelope.item_ids else (),
+        native=native,
+        build=native.build,
+    )
+
+
+def _streams_deltas(fleet: Fleet, model_id: str | None) -> bool:
+    """Whether SGLang workers of the model stream deltas, so that the client sees the same whoever answers."""
+    found = (member.facts for member in fleet if member.model_id == model_id and member.facts is not None)
+    return any(facts.engine is EngineKind.SGLANG and facts.incremental_output for facts in found)
+
+
+def _placed(
+    sender: Sender,
+    envelope: Envelope,
+    *,
+    new_fold: Callable[[int], Fold] | None,
+    sent: Sent | None,
+    sample_ids: tuple[str, ...],
+    native: NativeAnswer | None = None,
+    build: Build | None = None,
+) -> Placed:
+    return Placed(
+        legs=tuple(sender.legs),
+        member=sender.member,
+        facts=sender.facts,
+        dp_rank=sender.dp_rank,
+        overlap_blocks=sender.choice.overlap_blocks,
+        ids_of_legs=tuple(sender.ids),
+        is_stream=sender.is_stream,
+        new_fold=new_fold,
+        sent_ids=tuple(sender.sent_ids),
+        batch_size=envelope.batch_size,
+        choice=sender.choice,
+        sent=sent,
+        sample_ids=sample_ids,
+        native=native,
+        build=build,
     )
 
 
@@ -224,160 +289,3 @@ def _sample_ids(legs: list[Leg], envelope: Envelope) -> tuple[str, ...]:
     if len(legs) == 1 or envelope.batch_size is not None:
         return ()
     return tuple(f"{envelope.public_id}_{index}" for index in range(len(legs)))
-
-
-class _Sender:
-    """Sends the legs of one request to the rank that was chosen for it.
-
-    Attributes:
-        legs: What was sent.
-        ids: Rewrites the ids in each leg's answer.
-        sent_ids: Ids given to the engine.
-    """
-
-    __slots__ = (
-        "_blocks",
-        "_envelope",
-        "_facts",
-        "_load",
-        "_member",
-        "_overlap_blocks",
-        "_route",
-        "_services",
-        "dp_rank",
-        "ids",
-        "is_stream",
-        "legs",
-        "sent_ids",
-    )
-
-    def __init__(
-        self,
-        services: Services,
-        route: Route,
-        envelope: Envelope,
-        member: Member,
-        facts: EngineFacts,
-        choice: Placement,
-        dp_rank: int | None,
-        *,
-        is_stream: bool,
-    ) -> None:
-        self._services = services
-        self._route = route
-        self._envelope = envelope
-        self._member = member
-        self._facts = facts
-        self._load = choice.candidate.load
-        self._blocks = choice.prompt
-        self._overlap_blocks = choice.overlap_blocks or 0
-        self.dp_rank = dp_rank
-        self.is_stream = is_stream
-        self.legs: list[Leg] = []
-        self.ids: list[IdMap] = []
-        self.sent_ids: list[str] = []
-
-    @property
-    def _has_one_id(self) -> bool:
-        return self._route.dialect is not Dialect.NATIVE and not self._envelope.is_stream
-
-    def send_whole(self, changes: Mapping[str, bytes]) -> None:
-        """Send the request as it is, but for ``changes``."""
-        envelope = self._envelope
-        engine_ids = self._engine_ids(envelope.samples)
-        self._send(engine_ids, changes, requests=envelope.sequences, prompt_tokens=envelope.prompt_tokens)
-        self.ids.append(id_map(engine_ids, envelope.public_id, envelope.item_ids, has_one_id=self._has_one_id))
-
-    def send_samples(self) -> None:
-        """Send one request for each sample, all to one rank, where the prompt lies after the first of them."""
-        envelope = self._envelope
-        for choice in range(envelope.samples):
-            engine_ids = self._engine_ids(1)
-            try:
-                self._send(
-                    engine_ids,
-                    choice_changes(self._route, envelope.body, choice),
-                    requests=envelope.batch_size or 1,
-                    prompt_tokens=0 if choice else envelope.prompt_tokens,
-                )
-            except BaseException:
-                for leg in self.legs:
-                    leg.end()
-                raise
-            self.ids.append(
-                choice_ids(
-                    engine_ids,
-                    envelope.public_id,
-                    batch_size=envelope.batch_size,
-                    choice=choice,
-                    count=envelope.samples,
-                    has_one_id=self._has_one_id,
-                )
-            )
-
-    def _engine_ids(self, samples: int) -> EngineIds:
-        backend = self._services.backends[self._facts.engine]
-        return backend.engine_ids(
-            self._route.path, self._services.new_id(), batch_size=self._envelope.batch_size, samples=samples
-        )
-
-    def _book(self, requests: int, prompt_tokens: int) -> RankBooking:
-        """Book a leg, by its prompt's blocks where they are known; legs after the first share its prompt."""
-        blocks = self._blocks
-        if blocks is None:
-            page_size = self._facts.page_size
-            return self._load.book(
-                requests=requests, blocks=-(-prompt_tokens // page_size), prefill_tokens=prompt_tokens
-            )
-        is_first = not self.legs
-        return self._load.book(
-            requests=requests,
-            blocks=blocks.capacity_blocks if is_first else 0,
-            prefill_tokens=blocks.uncached_tokens(self._overlap_blocks) if is_first else 0,
-            block_hashes=blocks.sequence_hashes,
-        )
-
-    def _send(self, engine_ids: EngineIds, changes: Mapping[str, bytes], *, requests: int, prompt_tokens: int) -> None:
-        services, member, facts = self._services, self._member, self._facts
-        backend = services.backends[facts.engine]
-        booking = self._book(requests, prompt_tokens)
-        try:
-            request = backend.generation_request(
-                member.worker,
-                self._route.path,
-                self._envelope.body,
-                engine_ids,
-                dp_rank=self.dp_rank,
-                is_stream=self.is_stream,
-                headers=self._envelope.headers,
-                changes=changes,
-            )
-            call = services.client.send(member.worker.origin, request)
-        except BaseException:
-            booking.release()
-            raise
-        is_trial = member.worker.id in services.fleet.tripped
-        reveals_ids = engine_ids.has_children and self.is_stream
-        leg = Leg(
-            worker=member.worker,
-            backend=backend,
-            engine_ids=engine_ids.abortable,
-            policy=cancel_policy(
-                facts.engine,
-                abort_capability(facts.engine, facts.version),
-                kind=LegKind.AGGREGATED,
-                is_stream=self.is_stream,
-                has_ids=reveals_ids or bool(engine_ids.abortable),
-            ),
-            call=call,
-            booking=booking,
-            keeper=services.aborter,
-            reveals_ids=reveals_ids,
-            on_end=services.legs.ended,
-            on_first_token=functools.partial(services.fleet.answering, member) if is_trial else None,
-        )
-        services.legs.add(leg)
-        if is_trial:
-            services.fleet.sent(member, services.clock())
-        self.legs.append(leg)
-        self.sent_ids += engine_ids.sent

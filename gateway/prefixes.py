@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from backends.json_body import JsonBody
 from backends.tokenize import engine_token_ids, tokenize_body
 from backends.types import EngineKind
 from backends.upstream.base import UpstreamClient
@@ -12,7 +13,7 @@ from gateway.kv_silence import SILENCE_S, SilenceWatch
 from gateway.kv_view import KvView
 from gateway.parity import Parity
 from gateway.prompts import Prompt, namespace_of, prompt_in_ids, prompt_of, prompt_text
-from gateway.routes import Dialect, Route
+from gateway.routes import ROUTES, Dialect, Route
 from gateway.tokens.service import PromptTokenizers
 from kv_events.index_types import Overlap
 from kv_events.types import Namespace
@@ -28,10 +29,13 @@ logger = logging.getLogger("forebay.kv_events")
 ENGINE_TOKENIZE_TIMEOUT_S = 0.5
 # An engine that did not say is not asked again for this long.
 ENGINE_TOKENIZE_PAUSE_S = 30.0
+# The same, where no other worker can be given the text as it is.
+PROMPT_TIMEOUT_S = 5.0
 # Shorter texts fill no block of the usual sizes, or so few that their ids are not worth a call.
 MIN_TEXT_BYTES = 256
 # Ranks of a worker that is gone.
 MAX_RANKS = 64
+_NATIVE = ROUTES["/generate"]
 _TOKENIZED = frozenset({Dialect.NATIVE, Dialect.CHAT, Dialect.COMPLETIONS})
 
 
@@ -142,6 +146,28 @@ class Prefixes:
             self._not_before[worker_id] = self._clock() + ENGINE_TOKENIZE_PAUSE_S
         return ids
 
+    async def text_ids(
+        self, body: JsonBody, model: str, candidates: Sequence[Candidate]
+    ) -> tuple[Sequence[bytes] | None, bool]:
+        """Ids of the text of a request of ``/generate``, and whether there is a local tokenizer to make them.
+
+        Args:
+            body: The request; nothing but its text is looked at.
+            model: Its pool.
+            candidates: Ranks of vLLM workers, one of which is asked where there is no local tokenizer.
+        """
+        text = JsonBody.parse(b'{"text":%b}' % body.text("text"))
+        if self._tokenizers.knows(model):
+            found = await self._tokenizers.token_ids(model, EngineKind.SGLANG, _NATIVE, text)
+            return (None if found is None else found.prompts), True
+        for candidate in candidates:
+            if (member := self._fleet.get(candidate.key.worker_id)) is not None:
+                worker, timeout_s = member.worker, PROMPT_TIMEOUT_S
+                return await engine_token_ids(
+                    self._client, worker, EngineKind.VLLM, _NATIVE.path, text, timeout_s
+                ), False
+        return None, False
+
     # Routing.
 
     def request(self, prompt: Prompt, stickiness_key: str | None, candidates: Iterable[Candidate]) -> RouteRequest:
@@ -174,7 +200,9 @@ class Prefixes:
     def _namespace(self, prompt: Prompt, worker_id: str) -> Namespace | None:
         member = self._fleet.get(worker_id)
         facts = member.facts if member is not None else None
-        return None if facts is None else namespace_of(prompt.body, prompt.model, facts)
+        if facts is None:
+            return None
+        return namespace_of(prompt.body, prompt.model, facts, is_native=prompt.is_native)
 
     def _by_events(self, prompt: Prompt, group: BlockGroup, namespace: Namespace) -> Overlap:
         """Overlaps of the ranks whose events can be gone by, each by blocks cut as it cuts them."""

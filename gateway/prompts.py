@@ -41,6 +41,7 @@ class Prompt:
         tokens: Tokens of all prompts of the request.
         body: The request, for its namespace.
         text: What makes the prompt, where its ids are not known.
+        is_native: The request is one of SGLang's own route, to whichever worker.
     """
 
     ids: Mapping[EngineKind, bytes]
@@ -48,6 +49,7 @@ class Prompt:
     body: JsonBody
     model: str
     text: bytes = b""
+    is_native: bool = False
     _hashes: dict[tuple[BlockGroup, Namespace], list[int]] = field(default_factory=dict)
 
     def hashes(self, group: BlockGroup, namespace: Namespace) -> list[int]:
@@ -83,7 +85,8 @@ def prompt_in_ids(route: Route, envelope: Envelope, model: str) -> Prompt | None
         except (ValueError, msgspec.DecodeError):
             return None
     tokens = envelope.prompt_tokens or len(ids) // 4
-    return Prompt(dict.fromkeys(EngineKind, ids), tokens, body, model)
+    is_native = route.dialect is Dialect.NATIVE
+    return Prompt(dict.fromkeys(EngineKind, ids), tokens, body, model, is_native=is_native)
 
 
 def prompt_of(
@@ -99,7 +102,7 @@ def prompt_of(
     """
     ids = {engine: max(found, key=len) for engine, found in prompts.items() if found}
     tokens = max((sum(map(len, found)) // 4 for found in prompts.values()), default=0) or len(text) // 4
-    return Prompt(ids, tokens, envelope.body, model, text)
+    return Prompt(ids, tokens, envelope.body, model, text, is_native=envelope.native is not None)
 
 
 def prompt_text(route: Route, body: JsonBody) -> bytes:
@@ -109,19 +112,23 @@ def prompt_text(route: Route, body: JsonBody) -> bytes:
     return text if len(text) >= CHUNK_BYTES else b""
 
 
-def namespace_of(body: JsonBody, model: str, facts: EngineFacts) -> Namespace | None:
+def namespace_of(body: JsonBody, model: str, facts: EngineFacts, *, is_native: bool) -> Namespace | None:
     """Which blocks of an engine's cache a request may use; ``None`` if no announced block can be told to be one.
 
     Args:
         body: The request.
         model: Its pool: the model's name, or an adapter's.
         facts: The engine.
+        is_native: The request is one of SGLang's own route; a vLLM worker gets its names for these two.
     """
-    if facts.engine is EngineKind.SGLANG and body.text("extra_key"):
+    is_sglang = facts.engine is EngineKind.SGLANG
+    if is_sglang and body.text("extra_key"):
         return None
     try:
         salt = _text_of(body, "cache_salt")
-        adapter = _text_of(body, "lora_path") if facts.engine is EngineKind.SGLANG else None
+        if salt is None and is_native:
+            salt = _text_of(body, "extra_key")
+        adapter = _text_of(body, "lora_path") if is_sglang or is_native else None
         requested = _text_of(body, "model")
     except msgspec.DecodeError:
         return None

@@ -24,15 +24,10 @@ from gateway.child_ids import revealed
 from gateway.downstream import Downstream
 from gateway.engine_errors import refusal_in
 from gateway.envelope import Envelope
-from gateway.errors import (
-    ABORTED,
-    EngineRefused,
-    ErrorReport,
-    GatewayError,
-    report_of,
-)
+from gateway.errors import ABORTED, EngineRefused, ErrorReport, GatewayError, report_of
 from gateway.fold import FoldIncomplete
 from gateway.merge import merge
+from gateway.native_relay import forward_built
 from gateway.outcome import Outcome
 from gateway.pair_attempt import PairAttempt
 from gateway.pair_relay import forward_pair
@@ -115,6 +110,8 @@ class AnswerRelay:
         """
         if isinstance(placed, PairAttempt):
             return await forward_pair(self, placed)
+        if placed.build is not None:
+            return await forward_built(self, placed, self._dialect, self._limits.max_response_bytes, self._clock)
         if len(placed.legs) > 1:
             return await self._samples(placed)
         head = await self._head(placed)
@@ -194,7 +191,7 @@ class AnswerRelay:
                 placed.member.last_byte_at = self.silent_since = self._clock()
                 block = answer.feed(await read())
         except UpstreamError as exc:
-            return await self._cut(answer, exc)
+            return await self.cut(answer, exc)
         finally:
             self.events_seen = answer.events_seen
             self.silent_since = None
@@ -202,11 +199,11 @@ class AnswerRelay:
         if not verdict.is_terminated:
             if block:
                 await self.write(block)
-            return await self._cut(answer, AnswerBroken(verdict.message))
+            return await self.cut(answer, AnswerBroken(verdict.message))
         await self.finish(block)
         return self.with_rank(placed, verdict, answer.last_block)
 
-    async def _cut(self, answer: StreamAnswer, error: UpstreamError) -> Verdict:
+    async def cut(self, answer: StreamAnswer, error: UpstreamError) -> Verdict:
         """The stream broke off: say so in the stream itself, unless the engine has; an unfinished event is dropped."""
         verdict = answer.verdict(was_aborted=False)
         if verdict.is_terminated:

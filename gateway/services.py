@@ -15,6 +15,7 @@ from gateway.kv_metrics import KvMetrics
 from gateway.kv_view import KvView
 from gateway.live import LiveLegs, LiveRequests
 from gateway.metrics import Metrics
+from gateway.native_request import NativeWorkers
 from gateway.pair_metrics import PairMetrics
 from gateway.prefill_tails import PrefillTails
 from gateway.prefixes import Prefixes
@@ -82,6 +83,7 @@ class Services:
         room_bits: Draws them.
         tails: Reads the legs of pairs, and owns prefills that nobody waits for.
         pair_metrics: Counters of pairs.
+        native_workers: What vLLM workers lack that SGLang's native requests need.
     """
 
     limits: Limits
@@ -108,3 +110,4 @@ class Services:
     is_draining: bool = False
     live_rooms: set[int] = field(default_factory=set)
     room_bits: random.Random = field(default_factory=random.SystemRandom)
+    native_workers: NativeWorkers = field(default_factory=NativeWorkers)

@@ -2,9 +2,18 @@
 
 from backends.errors import AnswerTooLarge
 from backends.upstream.base import AnswerHead, UpstreamCall
+from backends.vllm.native_request import lacks_token_route
 from gateway.answer import passed_headers
 from gateway.engine_errors import engine_message
-from gateway.errors import BACKEND_AUTH, EngineRefused, ErrorReport, GatewayError, engine_failure
+from gateway.errors import (
+    BACKEND_AUTH,
+    NO_TOKEN_ROUTE,
+    EngineRefused,
+    ErrorReport,
+    GatewayError,
+    WorkerUnfit,
+    engine_failure,
+)
 from gateway.ids import IdMap
 from gateway.outcome import Outcome
 
@@ -38,6 +47,8 @@ async def refusal_of(call: UpstreamCall, ids: IdMap, head: AnswerHead, limit_byt
     """
     body = ids.apply(await read_whole(call, head, limit_bytes))
     message = engine_message(body)
+    if lacks_token_route(head.status, body):
+        return WorkerUnfit(NO_TOKEN_ROUTE)
     if head.status in (401, 403):
         return GatewayError(BACKEND_AUTH)
     if not 400 <= head.status < 500:

@@ -17,7 +17,7 @@ from backends.types import EngineKind
 from gateway.attempts import Attempts
 from gateway.auth import bearer_of
 from gateway.downstream import ClientRequest
-from gateway.eligibility import check_eligible, may_come_back
+from gateway.eligibility import check_eligible, kind_of, may_come_back
 from gateway.envelope import Envelope
 from gateway.errors import SHUTTING_DOWN, WORKER_REMOVED, GatewayError
 from gateway.metrics import Metrics
@@ -55,9 +55,9 @@ class Wanted:
     def pool(self) -> Hashable:
         """The same for all requests that may go to the same ranks."""
         envelope = self.envelope
-        is_native = self.route.path == "/generate"
+        kind = kind_of(self.route, envelope)
         pins = envelope.worker_id, envelope.dp_rank, envelope.min_weight_version
-        return self.model, is_native, self.needs_one_worker, pins, frozenset(self.attempts.failed)
+        return self.model, kind, self.needs_one_worker, pins, frozenset(self.attempts.failed)
 
     @property
     def tenant(self) -> Hashable:

@@ -291,3 +291,8 @@ def _number(text: bytes) -> float:
 def refuses_text(status: int, body: bytes) -> bool:
     """Whether a leg's answer says that the worker has no tokenizer, so that ``with_text`` has to be false for it."""
     return status == 400 and b"output_mode='text' requires a tokenizer" in body
+
+
+def lacks_token_route(status: int, body: bytes) -> bool:
+    """Whether a leg's answer says that the worker does not serve token ids: it was not started for that."""
+    return status == 403 and b"only available with --enable-scale-out" in body

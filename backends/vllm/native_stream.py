@@ -62,6 +62,10 @@ class NativeStream:
         """``[DONE]`` has been told."""
         return all(leg.is_ended for leg in self._legs)
 
+    def has_ended(self, leg: int) -> bool:
+        """Whether a leg has told its end."""
+        return self._legs[leg].is_ended
+
     def feed(self, leg: int, block: bytes) -> bytes:
         """Take whole events of a leg; the events for the client, which may be none.
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.attempts import Attempts, Failure
+from gateway.attempts import MAX_UNFIT, Attempts, Failure
 
 UNREACHABLE, BUSY, DROPPED, DIED, FINAL = (
     Failure.UNREACHABLE,
@@ -65,3 +65,12 @@ def test_a_stale_connection_costs_one_try_of_any_worker() -> None:
     assert attempts.failed == set()
     attempts.begin()
     assert not attempts.may_retry("a", Failure.STALE)
+
+
+def test_a_worker_that_lacks_something_may_be_asked_in_another_way() -> None:
+    attempts = Attempts(1)
+    attempts.begin()
+    assert [attempts.may_retry("a", Failure.UNFIT) for _ in range(MAX_UNFIT + 1)] == [True] * MAX_UNFIT + [False]
+    assert attempts.failed == set()
+    assert not attempts.may_retry("a", Failure.DIED)
+    assert not attempts.may_retry("a", Failure.UNFIT)

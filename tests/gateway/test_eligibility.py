@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from backends.types import EngineFacts, EngineKind, ProbeResult, Role, Worker
 from backends.upstream.base import Origin
 from gateway.eligibility import check_eligible, eligible_pools, may_come_back, pins_of
 from gateway.envelope import Envelope
-from gateway.errors import GatewayError
+from gateway.errors import GatewayError, InvalidRequest
+from gateway.native_request import NativeRequest, NativeWorkers
 from gateway.routes import ROUTES
 from routers.breaker import Breaker
 from routers.errors import NoReadyWorker, NoRoom, NoSuchRank, RoutingError
@@ -47,11 +49,16 @@ def fleet_of(workers: Mapping[str, str]) -> Fleet:
     return fleet
 
 
-def asking(path: str, worker: str | None = None, rank: int | None = None) -> Envelope:
-    """A request, perhaps with pins."""
+def asking(path: str, worker: str | None = None, rank: int | None = None, native: str = "unknown") -> Envelope:
+    """A request, perhaps with pins; of one on SGLang's own route what vLLM workers would make of it."""
     headers = [] if worker is None else [(b"x-forebay-worker", worker.encode())]
     headers += [] if rank is None else [(b"x-data-parallel-rank", b"%d" % rank)]
-    return parsed({"text": "a", "messages": []}, headers, path=path)
+    body = {"text": "a", "messages": []} | ({"image_data": "x"} if native == "refused" else {})
+    envelope = parsed(body, headers, path=path)
+    if path != NATIVE or native == "unknown":
+        return envelope
+    request = NativeRequest(envelope.body, None, [b"\1\0\0\0"], NativeWorkers())
+    return structs.replace(envelope, native=request)
 
 
 def names(pools: Pools) -> str:
@@ -82,7 +89,18 @@ TWO = {"p": "prefill", "q": "prefill", "d": "decode", "e": "decode"}
         pytest.param({**PAIR, "d": "decode full", "r": "regular"}, {}, "p r", id="a regular one beside a full pair"),
         pytest.param({"p": "prefill down", "d": "decode vllm"}, {}, "d", id="vLLM's decode alone"),
         pytest.param({"p": "prefill vllm", "d": "decode vllm"}, {"needs_one_worker": True}, "p d", id="when it must"),
-        pytest.param({**TWO, "p": "prefill vllm", "d": "decode vllm"}, {"path": NATIVE}, "q e", id="native on SGLang"),
+        pytest.param(
+            {**TWO, "p": "prefill vllm", "d": "decode vllm"},
+            {"path": NATIVE, "native": "refused"},
+            "q e",
+            id="native on SGLang",
+        ),
+        pytest.param(
+            {**TWO, "p": "prefill vllm", "d": "decode vllm"},
+            {"path": NATIVE, "native": "translated"},
+            "q d e",
+            id="native, on vLLM alone",
+        ),
         pytest.param(TWO, {"worker": "q"}, "q d e", id="pinned prefill"),
         pytest.param(TWO, {"worker": "e"}, "p q e", id="pinned decode"),
         pytest.param({**PAIR, "r": "regular"}, {"worker": "r"}, "r", id="pinned regular"),
@@ -124,13 +142,21 @@ def test_who_may_take_a_request(workers: dict[str, str], asked: dict[str, Any], 
         pytest.param(PAIR, {"worker": "x"}, NoSuchRank, "no worker 'x'", id="no such worker"),
         pytest.param(PAIR, {"rank": 1}, NoSuchRank, "valid ranks are 0 to 0", id="no such rank"),
         pytest.param(
-            {**PAIR, "d": "decode vllm"}, {"path": NATIVE}, NoPair, "no decode", id="native has one leg on vLLM"
+            {**PAIR, "d": "decode vllm"}, {"path": NATIVE}, NoPair, "no decode", id="native, and nobody has looked"
         ),
         pytest.param(
-            {"p": "prefill vllm", "d": "decode vllm"}, {"path": NATIVE}, GatewayError, "vLLM", id="native on vLLM alone"
+            {"p": "prefill vllm", "d": "decode vllm"},
+            {"path": NATIVE, "native": "refused"},
+            InvalidRequest,
+            "image_data",
+            id="native that only SGLang takes",
         ),
         pytest.param(
-            {**PAIR, "v": "decode vllm"}, {"path": NATIVE, "worker": "v"}, GatewayError, "vLLM", id="pinned to vLLM"
+            {**PAIR, "v": "decode vllm"},
+            {"path": NATIVE, "worker": "v", "native": "refused"},
+            InvalidRequest,
+            "image_data",
+            id="pinned to vLLM",
         ),
     ],
 )
@@ -164,7 +190,10 @@ def test_the_missing_role_is_told() -> None:
         pytest.param({**TWO, "e": "decode paused"}, {"worker": "e"}, True, id="pinned is paused"),
         pytest.param({**PAIR, "d": "decode paused"}, {"rank": 1}, False, id="it does not have the rank"),
         pytest.param({"d": "decode paused vllm"}, {}, True, id="vLLM's decode"),
-        pytest.param({"d": "decode paused vllm"}, {"path": NATIVE}, False, id="not for the native route"),
+        pytest.param({"d": "decode paused vllm"}, {"path": NATIVE}, False, id="not unseen"),
+        pytest.param({"d": "decode paused vllm"}, {"path": NATIVE, "native": "refused"}, False, id="not for all"),
+        pytest.param({"d": "decode paused vllm"}, {"path": NATIVE, "native": "translated"}, True, id="native too"),
+        pytest.param({"p": "prefill paused vllm"}, {"path": NATIVE, "native": "translated"}, False, id="not alone"),
         pytest.param({"p": "prefill paused"}, {"path": "/tokenize"}, True, id="any role tokenizes"),
         pytest.param({"r": "regular paused"}, {}, True, id="without pairs"),
         pytest.param({"r": "regular paused"}, {"rank": 3}, False, id="without pairs or rank"),
@@ -174,7 +203,7 @@ def test_the_missing_role_is_told() -> None:
 def test_requests_wait_for_paused_workers_that_can_help(
     workers: dict[str, str], asked: dict[str, Any], expected: bool
 ) -> None:
-    pins = {name: value for name, value in asked.items() if name in ("worker", "rank")}
+    pins = {name: value for name, value in asked.items() if name in ("worker", "rank", "native")}
     path = asked.get("path", CHAT)
     found_hope = may_come_back(
         fleet_of(workers),
@@ -208,14 +237,15 @@ WORKER = st.tuples(
     pin=st.integers(-6, 5),
     failed=st.sets(st.integers(0, 5), max_size=2),
     path=st.sampled_from([CHAT, NATIVE]),
+    native=st.sampled_from(["unknown", "refused", "translated"]),
     needs_one_worker=st.booleans(),
 )
 def test_what_is_eligible_can_be_selected(
-    workers: list[str], pin: int, failed: set[int], path: str, needs_one_worker: bool
+    workers: list[str], pin: int, failed: set[int], path: str, native: str, needs_one_worker: bool
 ) -> None:
     """No wait and no refusal without a reason, and no choice of anything that is out of the question."""
     fleet = fleet_of({f"w{index}": text for index, text in enumerate(workers)})
-    envelope = asking(path, worker=f"w{pin}" if pin >= 0 else None)
+    envelope = asking(path, worker=f"w{pin}" if pin >= 0 else None, native=native)
     refused = {f"w{index}" for index in failed}
     asked = ROUTES[path], envelope, "m", refused
     router = kv_aware_pairs(random.Random(1))
@@ -234,4 +264,4 @@ def test_what_is_eligible_can_be_selected(
         text = workers[int(name[1:])]
         assert not {"paused", "down", "tripped", "full"} & set(text.split())
         assert name not in refused
-        assert not (path == NATIVE and "vllm" in text)
+        assert not (path == NATIVE and "vllm" in text and (native != "translated" or "prefill" in text))

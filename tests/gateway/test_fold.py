@@ -89,6 +89,8 @@ def test_a_stream_to_fold_is_asked_for_with_usage(dialect: Dialect, engine: Engi
     ("dialect", "engine", "fields", "stays"),
     [
         (Dialect.NATIVE, SGLANG, {"return_flat_raw_output_top_logprobs": b"true"}, True),
+        (Dialect.CHAT, VLLM, {"return_flat_raw_output_top_logprobs": b"true"}, True),
+        (Dialect.COMPLETIONS, VLLM, {"return_flat_raw_output_top_logprobs": b"true"}, True),
         (Dialect.NATIVE, SGLANG, {"return_flat_raw_output_top_logprobs": b"false"}, False),
         (Dialect.NATIVE, SGLANG, {"return_logprob": b"true"}, False),
         (Dialect.CHAT, SGLANG, {"return_token_ids": b"true"}, True),

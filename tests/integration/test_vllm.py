@@ -28,6 +28,7 @@ LONG: dict[str, Any] = {
     "prompt": "hi", "messages": USER, "input": "hi", "max_tokens": 5000, "max_output_tokens": 5000,
 }  # fmt: skip
 SHORT = {**LONG, "max_tokens": 4, "max_output_tokens": 4}
+ONLY_SGLANG = {"text": "hi", "require_reasoning": True, "sampling_params": {"max_new_tokens": 2}}
 PREFIXES = {CHAT: "chatcmpl-", COMPLETIONS: "cmpl-", MESSAGES: "chatcmpl-", RESPONSES: "resp_"}
 
 
@@ -245,19 +246,10 @@ async def test_an_engine_whose_key_is_missing_is_named() -> None:
 # Fleets of one kind and of two.
 
 
-async def test_native_requests_are_not_for_vllm() -> None:
-    async with served() as (engine, gateway):
-        answer = await ask(gateway, "/generate", {"text": "hi"})
-        assert (answer.status, answer.json()["error"]["type"]) == (501, "not_implemented")
-        assert (await gateway.record()).outcome == "rejected"
-        assert [entry for entry in engine.log.requests if entry.method == "POST"] == []
-
-
-async def test_native_requests_of_a_mixed_fleet_go_to_sglang() -> None:
+async def test_native_requests_that_only_sglang_takes_go_there() -> None:
     async with engines({}, {"engine": "sglang"}) as (vllm, sglang), running_gateway(vllm.url, sglang.url) as gateway:
         for _ in range(6):
-            answer = await ask(gateway, "/generate", {"text": "hi", "sampling_params": {"max_new_tokens": 2}})
-            assert answer.status == 200
+            assert (await ask(gateway, "/generate", ONLY_SGLANG)).status == 200
         for _ in range(6):
             assert (await ask(gateway, CHAT, SHORT)).status == 200
         assert len(sglang.log.requests_to("/generate")) == 6
@@ -273,7 +265,7 @@ async def test_native_requests_wait_for_an_sglang_worker_that_is_down() -> None:
         await sglang.stop()
         fleet = gateway.gateway.services.fleet
         await until(lambda: sum(one.state is WorkerState.READY for one in fleet) == 1, "the loss noticed")
-        answer = await ask(gateway, "/generate", {"text": "hi"})
+        answer = await ask(gateway, "/generate", ONLY_SGLANG)
         assert (answer.status, answer.json()["error"]["type"]) == (503, "unavailable")
 
 

@@ -1,0 +1,199 @@
+"""Sends the legs of a request to the rank that was chosen for it: booked, built, written."""
+
+import functools
+from collections.abc import Mapping, Sequence
+
+from backends.base import NO_CHANGES
+from backends.cancel_policy import LegKind, abort_capability, cancel_policy
+from backends.leg import Leg
+from backends.types import EngineFacts, EngineIds
+from gateway.envelope import Envelope
+from gateway.expand import choice_changes, choice_ids
+from gateway.ids import IdMap, id_map
+from gateway.routes import Dialect, Route
+from gateway.services import Services
+from routers.fleet import Member
+from routers.load import RankBooking
+from routers.types import Placement
+
+
+class Sender:
+    """Sends the legs of one request to the rank that was chosen for it.
+
+    Args:
+        services: What all exchanges share.
+        route: The engine's route.
+        envelope: The request.
+        member: The worker.
+        facts: What its engine has said.
+        choice: The rank that was chosen.
+        is_stream: The engine is asked to stream.
+
+    Attributes:
+        choice: See above.
+        dp_rank: Rank that was chosen, ``None`` when the worker has only one.
+        facts: See above.
+        is_stream: See above.
+        legs: What was sent.
+        member: See above.
+        ids: Rewrites the ids in each leg's answer.
+        sent_ids: Ids given to the engine.
+    """
+
+    __slots__ = (
+        "_blocks",
+        "_envelope",
+        "_load",
+        "_overlap_blocks",
+        "_route",
+        "_services",
+        "choice",
+        "dp_rank",
+        "facts",
+        "ids",
+        "is_stream",
+        "legs",
+        "member",
+        "sent_ids",
+    )
+
+    def __init__(
+        self,
+        services: Services,
+        route: Route,
+        envelope: Envelope,
+        member: Member,
+        facts: EngineFacts,
+        choice: Placement,
+        *,
+        is_stream: bool,
+    ) -> None:
+        self._services = services
+        self._route = route
+        self._envelope = envelope
+        self.member = member
+        self.facts = facts
+        self.choice = choice
+        self._load = choice.candidate.load
+        self._blocks = choice.prompt
+        self._overlap_blocks = choice.overlap_blocks or 0
+        self.dp_rank = choice.candidate.key.dp_rank if facts.dp_size > 1 else None
+        self.is_stream = is_stream
+        self.legs: list[Leg] = []
+        self.ids: list[IdMap] = []
+        self.sent_ids: list[str] = []
+
+    @property
+    def _has_one_id(self) -> bool:
+        return self._route.dialect is not Dialect.NATIVE and not self._envelope.is_stream
+
+    def send_whole(self, changes: Mapping[str, bytes]) -> None:
+        """Send the request as it is, but for ``changes``."""
+        envelope = self._envelope
+        engine_ids = self._engine_ids(envelope.samples)
+        self._send(engine_ids, changes, requests=envelope.sequences, prompt_tokens=envelope.prompt_tokens)
+        self.ids.append(id_map(engine_ids, envelope.public_id, envelope.item_ids, has_one_id=self._has_one_id))
+
+    def send_each(self, envelopes: Sequence[Envelope]) -> None:
+        """Send one request for each of them, all to one rank."""
+        try:
+            for self._envelope in envelopes:
+                self.send_whole(NO_CHANGES)
+        except BaseException:
+            for leg in self.legs:
+                leg.end()
+            raise
+
+    def send_samples(self, changes: Mapping[str, bytes]) -> None:
+        """Send one request for each sample, all to one rank, where the prompt lies after the first of them."""
+        envelope = self._envelope
+        for choice in range(envelope.samples):
+            engine_ids = self._engine_ids(1)
+            try:
+                self._send(
+                    engine_ids,
+                    {**changes, **choice_changes(self._route, envelope.body, choice)},
+                    requests=envelope.batch_size or 1,
+                    prompt_tokens=0 if choice else envelope.prompt_tokens,
+                )
+            except BaseException:
+                for leg in self.legs:
+                    leg.end()
+                raise
+            self.ids.append(
+                choice_ids(
+                    engine_ids,
+                    envelope.public_id,
+                    batch_size=envelope.batch_size,
+                    choice=choice,
+                    count=envelope.samples,
+                    has_one_id=self._has_one_id,
+                )
+            )
+
+    def _engine_ids(self, samples: int) -> EngineIds:
+        backend = self._services.backends[self.facts.engine]
+        return backend.engine_ids(
+            self._route.path, self._services.new_id(), batch_size=self._envelope.batch_size, samples=samples
+        )
+
+    def _book(self, requests: int, prompt_tokens: int) -> RankBooking:
+        """Book a leg, by its prompt's blocks where they are known; legs after the first share its prompt."""
+        blocks = self._blocks
+        if blocks is None:
+            page_size = self.facts.page_size
+            return self._load.book(
+                requests=requests, blocks=-(-prompt_tokens // page_size), prefill_tokens=prompt_tokens
+            )
+        is_first = not self.legs
+        return self._load.book(
+            requests=requests,
+            blocks=blocks.capacity_blocks if is_first else 0,
+            prefill_tokens=blocks.uncached_tokens(self._overlap_blocks) if is_first else 0,
+            block_hashes=blocks.sequence_hashes,
+        )
+
+    def _send(self, engine_ids: EngineIds, changes: Mapping[str, bytes], *, requests: int, prompt_tokens: int) -> None:
+        services, member, facts = self._services, self.member, self.facts
+        backend = services.backends[facts.engine]
+        booking = self._book(requests, prompt_tokens)
+        try:
+            request = backend.generation_request(
+                member.worker,
+                self._route.path,
+                self._envelope.body,
+                engine_ids,
+                dp_rank=self.dp_rank,
+                is_stream=self.is_stream,
+                headers=self._envelope.headers,
+                changes=changes,
+            )
+            call = services.client.send(member.worker.origin, request)
+        except BaseException:
+            booking.release()
+            raise
+        is_trial = member.worker.id in services.fleet.tripped
+        reveals_ids = engine_ids.has_children and self.is_stream
+        leg = Leg(
+            worker=member.worker,
+            backend=backend,
+            engine_ids=engine_ids.abortable,
+            policy=cancel_policy(
+                facts.engine,
+                abort_capability(facts.engine, facts.version),
+                kind=LegKind.AGGREGATED,
+                is_stream=self.is_stream,
+                has_ids=reveals_ids or bool(engine_ids.abortable),
+            ),
+            call=call,
+            booking=booking,
+            keeper=services.aborter,
+            reveals_ids=reveals_ids,
+            on_end=services.legs.ended,
+            on_first_token=functools.partial(services.fleet.answering, member) if is_trial else None,
+        )
+        services.legs.add(leg)
+        if is_trial:
+            services.fleet.sent(member, services.clock())
+        self.legs.append(leg)
+        self.sent_ids += engine_ids.sent
