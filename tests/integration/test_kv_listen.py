@@ -344,6 +344,34 @@ async def test_a1_13_a_leader_under_another_address_takes_its_followers_along() 
             assert gateway.gateway.kv.blocks(worker_of(engine), 0) == 0
 
 
+async def test_a_window_of_dropped_messages_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("relay.lanes.WINDOW_BYTES", 4096)
+    async with listening() as (engine, gateway), running_relay(identity(engine.url), gateway.url) as relay:
+        cache = Cache(relay)
+        cache.store("c")
+        await follows(gateway, engine, cache)
+        listener = gateway.gateway.kv_listener
+        (link,) = relay._links.values()
+        assert listener is not None
+        assert link._session is not None
+        lanes = link._session.lanes
+        assert lanes is not None
+        tick = listener._tick
+        monkeypatch.setattr(listener, "_tick", lambda: None)
+        cache.work(100)
+        await until(lambda: not lanes.has_room, "the window is full")
+        rank = listener._ranks[worker_of(engine), 0]
+        (holder,) = listener.relays()
+        await until(lambda: not listener._receive() and holder.received_bytes == lanes.sent_bytes, "all of it has come")
+        gateway.gateway.kv.clear(worker_of(engine))
+        assert not rank.has_work
+        monkeypatch.setattr(listener, "_tick", tick)
+        listener._tick()
+        cache.clear()
+        cache.store("ab")
+        await follows(gateway, engine, cache)
+
+
 # Who is refused
 
 
