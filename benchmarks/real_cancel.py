@@ -64,11 +64,12 @@ class Row:
         """One line of the table."""
         endings = ", ".join(f"{number}x {ending}" for ending, number in self.endings.most_common())
         wrong = f"{len(self.wrong)}: {self.wrong[0]}" if self.wrong else "none"
-        times = f"{_times(self.idle_ms)} | {_times(self.answer_ms)}"
-        return f"| {self.name} | {len(self.idle_ms)} | {times} | {endings} | {wrong} |"
+        spent = f"{times(self.idle_ms)} | {times(self.answer_ms)}"
+        return f"| {self.name} | {len(self.idle_ms)} | {spent} | {endings} | {wrong} |"
 
 
-def _times(values: list[float]) -> str:
+def times(values: list[float]) -> str:
+    """Median and maximum."""
     return f"{statistics.median(values):.0f} / {max(values):.0f}" if values else "–"
 
 

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 PATIENCE_S: Final = 120.0
 _CHUNK = re.compile(rb"\A([0-9a-fA-F]+)[^\r\n]*\r\n")
+_VLLM_KV = re.compile(r"^vllm:kv_cache_usage_perc\{[^}]*\} (\S+)$", re.MULTILINE)
 _VLLM_COUNT = re.compile(r"^vllm:num_requests_(?:running|waiting)\{[^}]*\} (\S+)$", re.MULTILINE)
 
 
@@ -126,6 +127,34 @@ async def count(engine_url: str, *, sglang: bool) -> int:
         return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
     text = (await fetch(engine_url, "/metrics")).body.decode()
     return int(sum(map(float, _VLLM_COUNT.findall(text))))
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What an engine has of requests.
+
+    Attributes:
+        requests: Running, waiting, or in a queue of a pair's.
+        kv: Tokens in use on SGLang, the pool's share in use on vLLM; what is only cached is not in use.
+    """
+
+    requests: int = 0
+    kv: float = 0.0
+
+
+async def held(engine_url: str, *, sglang: bool) -> Held:
+    """What one half of a pair holds, as it says itself."""
+    if not sglang:
+        text = (await fetch(engine_url, "/metrics")).body.decode()
+        requests, kv = (sum(map(float, pattern.findall(text))) for pattern in (_VLLM_COUNT, _VLLM_KV))
+        return Held(int(requests), kv)
+    requests, tokens = 0, 0
+    for load in (await fetch(engine_url, "/v1/loads?include=all")).json()["loads"]:
+        queues = load.get("disaggregation") or {}
+        requests += load["num_running_reqs"] + load["num_waiting_reqs"]
+        requests += sum(value for name, value in queues.items() if name.endswith("_queue_reqs"))
+        tokens += load["num_used_tokens"]
+    return Held(requests, tokens)
 
 
 async def state_of(gateway_url: str, within_s: float = 6.0) -> dict[str, int]:
