@@ -63,6 +63,10 @@ class PieceSink(Protocol):
         """Whole events; the end of the wait is leave to read on."""
 
 
+def _is_bad(event: bytes) -> bool:
+    return bool(_ERROR.search(event) or _ABORT.search(event)) or data_of(event) == DONE_DATA
+
+
 class DecodeReader:
     """Reads one decode leg.
 
@@ -156,7 +160,7 @@ class DecodeReader:
                 if (refusal := refusal_in(first)) is not None:
                     raise refusal
             leg.saw(block)
-            if rest or _ERROR.search(block) or _ABORT.search(block):
+            if rest or _ERROR.search(block) or _ABORT.search(block) or self._is_cut_short(block):
                 rest = await self._before_bad_end(rest, block)
             else:
                 await self._tell(block)
@@ -172,20 +176,26 @@ class DecodeReader:
             await self._sink.on_piece(rest, is_ending=True)
 
     async def _before_bad_end(self, rest: bytes, block: bytes) -> bytes:
-        """Tell what comes before an error or an abort; what comes from there on is what the engine ended with."""
+        """Tell what comes before a bad end; what comes from there on is what the engine ended with."""
         if rest:
             return rest + block
         whole = list(events(block))
-        at = next(i for i, one in enumerate(whole) if _ERROR.search(one) or _ABORT.search(one))
+        at = next(i for i, one in enumerate(whole) if _is_bad(one))
         if at:
             await self._tell(b"".join(whole[:at]))
         return b"".join(whole[at:])
+
+    def _is_cut_short(self, block: bytes) -> bool:
+        """The end marker is in it, and not all sequences have ended: vLLM ends so what it has aborted by itself."""
+        if b"[DONE]" not in block or self._finished + len(_FINISHED.findall(block)) >= self._wants.sequences:
+            return False
+        return any(data_of(event) == DONE_DATA for event in events(block))
 
     async def _tell(self, block: bytes) -> None:
         """Tell whole events; those that end the answer apart from the ones before."""
         sequences = self._wants.sequences
         count = len(_FINISHED.findall(block))
-        if self._finished < sequences and self._finished + count < sequences and b"[DONE]" not in block:
+        if self._finished + count < sequences:
             self._finished += count
             await self._sink.on_piece(block, is_ending=False)
             return
@@ -196,8 +206,7 @@ class DecodeReader:
         whole = list(events(block))
         for event in whole:
             self._finished += len(_FINISHED.findall(event))
-            if self._finished >= sequences or data_of(event) == DONE_DATA:
-                self._finished = sequences
+            if self._finished >= sequences:
                 break
             before += 1
         if before:
