@@ -31,6 +31,29 @@ def audit_pairs(lines: Iterable[Line], logs: Logs) -> list[str]:
     return problems
 
 
+def audit_handoffs(lines: Iterable[Line], logs: Logs, metrics: str) -> list[str]:
+    """Leases that ended at prefill, where nothing but decode can be the reason, are counted.
+
+    Not those of which the gateway cannot know: prefill's answer was broken by a fault, or its client left while it
+    came; or decode has fetched the blocks and not told prefill.
+    """
+    entries = _entries(logs)
+    events = [one for told in logs.values() for log in told for one in log["transfers"]]
+    fetched = {one["room"] for one in events if one["event"] == "fetched"}
+    expired = {one["room"] for one in events if one["event"] == "expired"} - fetched
+    lost = []
+    for line in lines:
+        if line.get("prefill_worker") is None or line["outcome"] == Outcome.CLIENT_CLOSED:
+            continue
+        for id in line["engine_ids"]:
+            seen = [one for worker in logs for one in entries.get((worker, id), ())]
+            is_answered = len(seen) > 1 and not any(one["faults"] for one in seen)
+            lost += [room for room in expired if id in room and is_answered]
+    found = _ABANDONED.search(metrics)
+    count = float(found[1]) if found else 0
+    return [f"{len(lost)} handoffs were lost, {count:g} are counted: {lost}"] if len(lost) > count else []
+
+
 def _of(entries: Mapping[tuple[str, str], list[Line]], worker: str, line: Line) -> list[Line]:
     """What a worker has seen of a request, as far as it has ended there."""
     found = [one for id in line["engine_ids"] for one in entries.get((worker, id), ())]

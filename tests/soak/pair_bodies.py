@@ -9,13 +9,16 @@ from tests.soak.bodies import ASKS, GENERATING, MODEL, VLLM_MODEL, Ask
 
 # Prompts of at most so many tokens, which are known where they come as ids, go to one worker.
 SHORT_PROMPT_TOKENS = 3
+# What pairs of one engine at least serve.
+OFTEN = ("/generate", "/v1/chat/completions", "/v1/completions")
 _TELLING = 0.2
+_VLLM = {"/generate": 0.1}  # one of its workers answers that alone
 
 
 def _over_pairs(path: str) -> Callable[[Random, int], Ask]:
     def ask(chance: Random, tokens: int) -> Ask:
         one = ASKS[path](chance, tokens)
-        model = chance.choice((MODEL, VLLM_MODEL))
+        model = VLLM_MODEL if chance.random() < _VLLM.get(path, 0.5) else MODEL
         body: dict[str, Any] = {**one.body, "model": model}
         if "input_ids" in body and chance.random() < 0.5:
             body["input_ids"] = [*body["input_ids"], *range(20, 20 + chance.randint(1, 40))]

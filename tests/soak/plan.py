@@ -2,7 +2,7 @@
 
 import enum
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -82,12 +82,12 @@ class Plan:
         return f"{self.id} {self.route.path} {mode} {self.wrong or 'good'}; {end}{abort}; {self.key[:300]}"
 
 
-def plan(seed: int, number: int, asks: Asks = ASKS) -> Plan:
-    """The request with that number; ``asks`` makes its body, by route."""
+def plan(seed: int, number: int, asks: Asks = ASKS, often: Sequence[str] = GENERATING) -> Plan:
+    """The request with that number; ``asks`` makes its body, by route, of which two thirds go to those of ``often``."""
     chance = Random(f"{seed}:{number}")
     # Every route in turn, whatever the dice say, and the generating ones beside.
     paths = list(asks)
-    path = paths[number // 3 % len(paths)] if number % 3 == 0 else chance.choice(GENERATING)
+    path = paths[number // 3 % len(paths)] if number % 3 == 0 else chance.choice(often)
     public_id = f"soak-{seed}-{number}"
     if chance.random() < _BAD:
         return _bad(number, public_id, path, chance, asks)

@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.procfs import rss_bytes
 from tests.fakes.running import TIME_SCALE
 from tests.soak import audit, pair_audit, pairs
-from tests.soak.bodies import ASKS
+from tests.soak.bodies import ASKS, GENERATING
 from tests.soak.client import Client, Story
 from tests.soak.plan import Asks, plan
 from tests.soak.processes import Engine, Gateway
@@ -36,12 +36,14 @@ class Scene:
     Attributes:
         engines: Names in ``tests.soak.processes.ENGINES``.
         asks: What the clients ask for.
+        often: Routes that most of it is asked of.
         trouble: What goes wrong.
         options: Of the gateway.
     """
 
     engines: Collection[str]
     asks: Asks = field(default_factory=lambda: ASKS)
+    often: Sequence[str] = GENERATING
     trouble: Trouble = TROUBLE
     options: Mapping[str, str] = field(default_factory=dict)
 
@@ -56,6 +58,7 @@ class Report:
         outcomes: Requests by outcome, as the access log says.
         kinds: Answers by what the clients saw.
         acts: What was done to the engines.
+        paired: Requests over pairs.
         pairs: Numbers of the requests over pairs; empty without any.
         rss: Resident bytes of the gateway by the number of requests that had ended, after that of the load's end.
     """
@@ -65,6 +68,7 @@ class Report:
     outcomes: Counter[str] = field(default_factory=Counter)
     kinds: Counter[str] = field(default_factory=Counter)
     acts: list[str] = field(default_factory=list)
+    paired: int = 0
     pairs: str = ""
     rss: list[tuple[int, int]] = field(default_factory=list)
 
@@ -121,6 +125,8 @@ async def soak(requests: int, seed: int, scene: Scene, directory: Path) -> Repor
             logs = {engine.worker_id: engine.logs for engine in halves}
             report.problems += pair_audit.audit_pairs(lines, logs)
             (directory / "logs.json").write_text(json.dumps({one.name: one.logs for one in halves}))
+            report.problems += pair_audit.audit_handoffs(lines, logs, metrics)
+            report.paired = sum(line.get("prefill_worker") is not None for line in lines)
             report.pairs = pair_audit.figures(lines, logs, metrics)
         report.problems += audit.audit_log(gateway.stderr.read_text())
         return report
@@ -162,7 +168,7 @@ async def _load(
         for number in numbers:
             if number >= requests:
                 break
-            stories.append(await client.carry_out(plan(seed, number, scene.asks)))
+            stories.append(await client.carry_out(plan(seed, number, scene.asks, scene.often)))
             saboteur.request_ended()
             if len(stories) % max(requests // _SAMPLES, 1) == 0:
                 report.rss.append((len(stories), rss_bytes(gateway.pid)))

@@ -8,7 +8,7 @@ from random import SystemRandom
 import pytest
 
 from tests.fakes.running import TIME_SCALE
-from tests.soak.pair_bodies import PAIR_ASKS
+from tests.soak.pair_bodies import OFTEN, PAIR_ASKS
 from tests.soak.processes import ENGINES, FEWER_ENGINES, FEWER_HALVES, HALVES, PAIR_OPTIONS
 from tests.soak.run import Scene, soak
 from tests.soak.saboteur import PAIR_TROUBLE
@@ -16,7 +16,7 @@ from tests.soak.saboteur import PAIR_TROUBLE
 SEED = int(os.environ.get("SOAK_SEED", "0")) or SystemRandom().randrange(1, 1_000_000)
 REQUESTS = int(os.environ.get("SOAK_REQUESTS", "20000"))
 SMALL = 700
-PAIR_REQUESTS = int(os.environ.get("SOAK_REQUESTS", "10000"))
+PAIR_REQUESTS = int(os.environ.get("SOAK_REQUESTS", "20000"))
 SMALL_PAIRS = 400
 # What allocators keep back; 1 KiB left by each request would be more than twice as much.
 MAX_GROWTH_BYTES = 6 * 2**20
@@ -37,6 +37,8 @@ async def _soak(requests: int, seed: int, scene: Scene, directory: Path) -> None
         shown = "\n\n".join(report.problems[:SHOWN])
         pytest.fail(f"SOAK_SEED={seed}: {len(report.problems)} problems, the first are\n{shown}", pytrace=False)
     assert report.outcomes["complete"] > requests / 3, f"SOAK_SEED={seed}: {report}"
+    if scene.trouble is PAIR_TROUBLE:
+        assert report.paired > requests / 2, f"SOAK_SEED={seed}: {report}"
     if requests >= 10_000:
         assert report.growth_bytes < MAX_GROWTH_BYTES, f"SOAK_SEED={seed}: {report}"
 
@@ -53,7 +55,7 @@ async def test_thousands_of_mixed_requests(tmp_path: Path) -> None:
 
 
 def _pairs(engines: Collection[str]) -> Scene:
-    return Scene(engines, PAIR_ASKS, PAIR_TROUBLE, PAIR_OPTIONS)
+    return Scene(engines, PAIR_ASKS, OFTEN, PAIR_TROUBLE, PAIR_OPTIONS)
 
 
 @pytest.mark.timeout(120 * TIME_SCALE)
