@@ -30,6 +30,7 @@ from backends.pair_types import (
     PREFILL_PROTOCOL,
     Dues,
     Failure,
+    Held,
     Overlap,
     PairCapability,
     PairState,
@@ -40,8 +41,6 @@ from backends.pair_types import (
 
 # A prompt whose handoff grows too old while no decode worker can be had is prefilled so many times.
 MAX_PREFILLS: Final = 3
-# Answers that wait for prefill's end are held up to here; then decode is not read on.
-HELD_LIMIT_BYTES: Final = 1024 * 1024
 
 _LIVE = (PrefillState.CONNECTING, PrefillState.OPEN)
 _PREFILL, _DECODE = Part.PREFILL, Part.DECODE
@@ -84,8 +83,7 @@ class PairMachine:
         self._decode_is_live = self._decode_is_wanted = self._was_dispatched = self._has_output = False
         self._is_ending = self._is_called_off = False
         self._handoff = b""
-        self._held: list[bytes] = []
-        self._held_bytes = 0
+        self._held = Held()
         self._answered_at = 0.0
         self._dues = Dues()
         self._woken_at: float | None = None
@@ -111,7 +109,7 @@ class PairMachine:
     @property
     def wants_decode(self) -> bool:
         """Decode's answer is to be read on: what waits of it is within the bound."""
-        return self._decode_is_live and self._held_bytes < HELD_LIMIT_BYTES
+        return self._decode_is_live and not self._held.is_full
 
     def start(self, at: float) -> list[pair.Command]:
         """Begin; called once."""
@@ -199,10 +197,12 @@ class PairMachine:
         """Nobody waits for prefill any more: stop it within its window, else let it go on elsewhere."""
         if self._prefill not in _LIVE:
             return []
-        is_open = self._capability.may_stop_prefill(was_dispatched=self._was_dispatched)
+        # Success of a prefill that answers at its end: it has blocks ready, which decode has to take over.
+        is_ready = self._capability.must_consume_handoff and self._prefill is PrefillState.OPEN
+        is_open = not is_ready and self._capability.may_stop_prefill(was_dispatched=self._was_dispatched)
         if (may_stop and is_open) or cause is Cause.SHUTDOWN:
             self._prefill = PrefillState.STOPPED
-            return [pair.StopLeg(_PREFILL, cause)]
+            return [pair.StopLeg(_PREFILL, cause), *([pair.Simple.ABANDONED] if is_ready else [])]
         self._dues.tail = at + self._times.tail_s
         return [pair.Simple.DETACH_PREFILL]
 
@@ -268,7 +268,7 @@ class PairMachine:
             self._state = PairState.STREAM
         if event.has_output or event.is_ending:
             self._has_output, self._dues.lease = True, None
-        self._hold(event.block)
+        self._held.add(event.block)
         if event.is_ending:
             self._await_prefill(event.at)
         return [] if self._is_gated else self._pass_held()
@@ -280,7 +280,7 @@ class PairMachine:
             return self._expire()
         self._decode_is_live = False
         self._has_output, self._dues.lease = True, None
-        self._hold(event.block)
+        self._held.add(event.block)
         self._await_prefill(event.at)
         return [pair.EndLeg(_DECODE), *([] if self._is_gated else self._pass_held())]
 
@@ -298,11 +298,6 @@ class PairMachine:
     def _leave_handoff(self) -> list[pair.Command]:
         return [pair.Simple.ABANDONED] if self._handoff and self._decode_is_wanted else []
 
-    def _hold(self, block: bytes) -> None:
-        if block:
-            self._held.append(block)
-            self._held_bytes += len(block)
-
     def _await_prefill(self, at: float) -> None:
         """Decode has succeeded; the limit of what is awaited of prefill counts from the first sign of that."""
         if not self._is_ending and self._prefill in _LIVE and self._times.hold_s:
@@ -312,9 +307,7 @@ class PairMachine:
 
     def _pass_held(self) -> list[pair.Command]:
         """Nothing is in the way any more of what is held."""
-        block = b"".join(self._held)
-        self._held.clear()
-        self._held_bytes = 0
+        block = self._held.take()
         self._dues.hold = None
         if self._is_ending and not self._decode_is_live:
             return self._finish(block)
@@ -333,8 +326,7 @@ class PairMachine:
 
     def _enter_end(self) -> None:
         self._state = PairState.ENDED
-        self._held.clear()
-        self._held_bytes = 0
+        self._held.take()
         self._dues = Dues(tail=self._dues.tail)
 
     def _on_cancelled(self, event: pair.Cancelled) -> list[pair.Command]:

@@ -2,9 +2,13 @@
 
 import enum
 from dataclasses import dataclass, replace
+from typing import Final
 
 from backends.cancel_policy import AbortCapability, CancelWindow
 from backends.types import EngineKind
+
+# Answers that wait for prefill's end are held up to here; then decode is not read on.
+HELD_LIMIT_BYTES: Final = 1024 * 1024
 
 
 class Part(enum.StrEnum):
@@ -109,6 +113,33 @@ class PairTimes:
     tail_s: float = 300.0
     max_handoff_age_s: float = 20.0
     lease_s: float = 30.0
+
+
+class Held:
+    """What decode has answered and may not pass yet."""
+
+    __slots__ = ("_blocks", "_size_bytes")
+
+    def __init__(self) -> None:
+        self._blocks: list[bytes] = []
+        self._size_bytes = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Decode is not to be read on."""
+        return self._size_bytes >= HELD_LIMIT_BYTES
+
+    def add(self, block: bytes) -> None:
+        """More of it."""
+        self._blocks.append(block)
+        self._size_bytes += len(block)
+
+    def take(self) -> bytes:
+        """All of it, which is not held any more."""
+        block = b"".join(self._blocks)
+        self._blocks.clear()
+        self._size_bytes = 0
+        return block
 
 
 @dataclass(slots=True)

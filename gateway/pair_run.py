@@ -17,7 +17,6 @@ from backends.leg import Leg
 from backends.leg_events import Cause
 from backends.pair_types import Failure, PairState, Part, PrefillState
 from backends.prefill_events import PrefillReader, PrefillRefused, PromptReport
-from backends.types import EngineKind
 from backends.upstream.base import AnswerHead
 from gateway.answer import Verdict
 from gateway.decode_reader import EVENT_STREAM, JSON, DecodeReader
@@ -264,9 +263,7 @@ class PairRun:
             raise await refusal_of(call, self.legs.ids, head, limit_bytes)
         if head.content_type not in (EVENT_STREAM, JSON):
             raise AnswerMalformed(f"content type {head.content_type!r} with status {head.status}")
-        is_vllm = self.legs.engine is EngineKind.VLLM
-        if not is_vllm:
-            self._report(pair.PrefillOpened(self._keeper.now()))
+        self._report(pair.PrefillOpened(self._keeper.now()))
         reader = PrefillReader(
             limit_bytes=limit_bytes,
             is_stream=head.content_type == EVENT_STREAM,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends import disaggregation
+from backends import pair_types
 from backends.cancel_policy import CancelWindow, abort_capability
 from backends.disaggregation import MAX_PREFILLS, PairMachine
 from backends.leg_events import Cause
@@ -570,7 +570,7 @@ def test_load_of_prefill_is_held_until_its_end() -> None:
 def test_the_first_events_wait_for_prefill_where_the_client_wants_something_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(disaggregation, "HELD_LIMIT_BYTES", 3)
+    monkeypatch.setattr(pair_types, "HELD_LIMIT_BYTES", 3)
     machine = begun(SGLANG, waits=True)
     assert not machine.wants_decode
     play(machine, [(PrefillOpened(1), DISPATCHED), (DecodeItem(2, b"ab"), [])])
@@ -725,7 +725,7 @@ class Shell:
             if isinstance(command, SendPrefill):
                 assert P not in self.live
                 self._send(P)
-                self.is_open = False
+                self.is_open = self.is_wanted = False
             elif isinstance(command, SendDecode):
                 assert self.is_permitted
                 assert bool(command.handoff) is not self.capability.is_early

@@ -270,7 +270,9 @@ async def scripted_pair(
             one = await stack.enter_async_context(script_engine())
             one.metadata = dict(metadata)
             stages.append(Stage(one))
-            role = "prefill,bootstrap_port=8998" if number < prefills else "decode"
+            role = "prefill" if number < prefills else "decode"
+            if engine == "sglang" and number < prefills:
+                role += ",bootstrap_port=8998"
             specs.append(f"{one.url},engine={engine},role={role}")
         running = await stack.enter_async_context(running_gateway(*specs, **{"seed": 1, **options}))
         clients = await stack.enter_async_context(asyncio.TaskGroup())
