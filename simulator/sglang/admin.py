@@ -118,6 +118,20 @@ def handle_weights(core: Core, exchange: Exchange) -> None:
     exchange.respond(200, orjson.dumps(answer))
 
 
+def handle_weights_group(core: Core, exchange: Exchange) -> None:
+    """Answer as if a group had been joined or left; its port may be digits in a string."""
+    body = _json_body(exchange, required=True)
+    if body is None:
+        return
+    name = exchange.request.path.strip("/")
+    port = body.get("master_port", 0)
+    if not str(port).isdigit():
+        message = errors.field_error("int_parsing", ("body", "master_port"), "Input should be a valid integer", port)
+        exchange.respond(400, errors.body_error(message, f"POST /{name}", name))
+        return
+    exchange.respond(200, b'{"success":true,"message":"Succeeded."}')
+
+
 def handle_empty(core: Core, exchange: Exchange) -> None:
     """Answer 200 without a body and do nothing."""
     exchange.respond(200, b"", None)

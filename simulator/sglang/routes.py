@@ -47,6 +47,8 @@ _ROUTES: dict[str, tuple[tuple[str, ...], Handler]] = {
     "/update_weights_from_tensor": (_POST, admin.handle_weights),
     "/update_weights_from_distributed": (_POST, admin.handle_weights),
     "/update_weight_version": (_POST, admin.handle_weights),
+    "/init_weights_update_group": (_POST, admin.handle_weights_group),
+    "/destroy_weights_update_group": (_POST, admin.handle_weights_group),
     "/release_memory_occupation": (_BOTH, admin.handle_empty),
     "/resume_memory_occupation": (_BOTH, admin.handle_empty),
     "/tokenize": (_POST, other.handle_tokenize),

@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -508,6 +509,29 @@ async def test_everything_can_be_aborted_at_once() -> None:
             assert (await connection.answer()).status == 200
         await gateway.record(2)
         assert {record.outcome for record in gateway.records} == {"aborted"}
+
+
+async def test_everything_of_one_kind_can_be_aborted() -> None:
+    """Ids that begin alike: of an adapter, say."""
+    async with simulated() as (engine, gateway), wire(gateway.address) as one, wire(gateway.address) as two:
+        await one.send(request_bytes("/generate", {**LONG, "rid": "lora::1"}))
+        await two.send(request_bytes("/generate", {**LONG, "rid": "base::1"}))
+        await running(engine, 2)
+        body = {"rid": "lora::", "prefix": True, "abort_all": None}
+        report = (await call(gateway.address, "/abort_request", body)).json()
+        assert (report["aborted"], report["not_found"]) == (["lora::1"], [])
+        assert (await one.answer()).json()["meta_info"]["finish_reason"]["type"] == "abort"
+        assert engine.running == 1
+        two.reset()
+
+
+@pytest.mark.parametrize("body", [{"abort_all": True}, {"rid": "a", "prefix": True}], ids=["all", "by prefix"])
+async def test_only_administrators_abort_what_is_not_named(body: Any, scripted: ScriptEngine, tmp_path: Path) -> None:
+    (tmp_path / "admin").write_text("admin-key\n")
+    async with running_gateway(scripted.url, admin_api_key_file=tmp_path / "admin") as gateway:
+        assert (await call(gateway.address, "/abort_request", body)).status == 401
+        headers = {"Authorization": "Bearer admin-key"}
+        assert (await call(gateway.address, "/abort_request", body, headers=headers)).status == 200
 
 
 async def test_aborting_everything_reports_each_worker() -> None:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -161,6 +162,28 @@ async def test_older_routers_interface(engine: SimulatedEngine) -> None:
             assert removed.status == 202
             await gone(gateway, worker)
             assert await get(gateway, "/list_workers") == {"urls": []}
+
+
+async def test_workers_go_by_many_names(engine: SimulatedEngine) -> None:
+    """Their id, with a rank behind it, or the URL where older trainers put that."""
+    worker = id_of(engine)
+    async with running_gateway() as gateway:
+        for name in (worker, f"{worker}@3", quote(engine.url, safe=""), quote(f"{engine.url}@0", safe="")):
+            nulls = {"worker_type": None, "bootstrap_port": None, "engine": None, "model_id": None, "kv_events": None}
+            added = await call(gateway.address, "/workers", {"url": f"{engine.url}@0", "api_key": None, **nulls})
+            assert (added.status, added.headers["location"]) == (202, f"/workers/{worker}")
+            await gateway.ready(1)
+            assert (await get(gateway, f"/workers/{worker}@1"))["url"] == engine.url
+            assert (await call(gateway.address, f"/workers/{worker}@0/call/model_info", method="GET")).status == 200
+            assert (await delete(gateway, name)).status == 202
+            await gone(gateway, worker)
+
+
+async def test_workers_are_listed_by_model(engine: SimulatedEngine) -> None:
+    async with simulated(model="another") as other, running_gateway(engine.url, other.url) as gateway:
+        for query, expected in (("", 2), ("?model=", 2), (f"?model={other.options.model}", 1), ("?model=nobody", 0)):
+            listed = await get(gateway, f"/workers{query}")
+            assert (len(listed["workers"]), listed["total"], listed["stats"]["regular_count"]) == (expected,) * 3
 
 
 @pytest.mark.parametrize("route", ["/add_worker", "/remove_worker"])

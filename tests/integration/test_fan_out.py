@@ -314,6 +314,21 @@ async def test_what_differs_from_worker_to_worker_is_refused(
     assert [request.path for request in scripted.requests] == [path]
 
 
+@pytest.mark.parametrize(("method", "path"), [("POST", "/warm_up"), ("GET", "/get_weight_version")])
+async def test_an_unknown_route_is_told_which_ones_there_are(front: RunningGateway, method: str, path: str) -> None:
+    answer = await call(front.address, path, {}, method=method)
+    error = error_of(answer)
+    assert (answer.status, error["type"]) == (404, "not_found")
+    assert all(known in error["message"] for known in (path, *LIMITS_S, "/workers/{id}/call/"))
+
+
+async def test_cache_storage_is_addressed_too(front: RunningGateway, scripted: ScriptEngine) -> None:
+    for method in ("PUT", "DELETE"):
+        answer = await call(front.address, "/hicache/storage-backend", {}, method=method)
+        assert f"{method} /workers/{{id}}/call/hicache/storage-backend" in error_of(answer)["message"]
+    assert not scripted.requests
+
+
 # --- what the gateway knows afterwards
 
 
