@@ -117,9 +117,10 @@ async def test_a_transfer_that_fails_at_vllm_is_counted(is_stream: bool) -> None
 
 async def test_an_end_marker_alone_is_no_answer() -> None:
     """So vLLM ends a stream that it aborts by itself; the client is told once, and nothing before that."""
-    async with pair_fleet(engine="vllm", gateway={"max_attempts": 1}) as f:
+    async with pair_fleet(engine="vllm", gateway={"max_attempts": 1}, transfer_lease_s=0.3 * TIME_SCALE) as f:
         f.decodes[0].add_fault(at="headers", do="abort_finish")
         body = {"model": f.alone.options.model, "prompt": TEXT, "max_tokens": 4, "stream": True}
         answer = await f.call("/v1/completions", body)
         assert (answer.status, answer.json()["error"]["type"]) == (502, "engine_error")
         assert (await f.gateway.record()).outcome == "engine_error"
+        assert "forebay_handoff_abandoned_total 1.0" in (await f.gateway.client.get("/metrics")).text
