@@ -17,7 +17,7 @@ SEED = int(os.environ.get("SOAK_SEED", "0")) or SystemRandom().randrange(1, 1_00
 REQUESTS = int(os.environ.get("SOAK_REQUESTS", "20000"))
 SMALL = 700
 PAIR_REQUESTS = int(os.environ.get("SOAK_REQUESTS", "20000"))
-SMALL_PAIRS = 400
+SMALL_PAIRS = 300
 # What allocators keep back; 1 KiB left by each request would be more than twice as much.
 MAX_GROWTH_BYTES = 6 * 2**20
 SHOWN = 5
