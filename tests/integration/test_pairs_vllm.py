@@ -244,11 +244,11 @@ async def test_a4_7_signs_of_life_do_not_extend_the_limit_and_three_such_losses_
                 await asyncio.sleep(PAUSE_S / 4)
             await s.gateway.settle()
             assert s.metric("handoff_abandoned_total") == number + 1
-        client = s.begin(PATH, CHAT)
+        alone = s.begin(PATH, CHAT)
         d = await s.decode.turn()  # without the other it can serve alone
         assert "kv_transfer_params" not in d.body
         await d.whole(prefilled(b"null"))
-        assert (await answer_of(client)).status == 200
+        assert (await answer_of(alone)).status == 200
         assert s.prefill.count == 3
 
 
