@@ -54,7 +54,6 @@ class Trouble:
 
 
 TROUBLE = Trouble(_FAULTS, _HANGS)
-# Several times as often as elsewhere, since that is where the halves meet.
 PAIR_TROUBLE = Trouble({**_FAULTS, "transfer": ("delay:200", "fail", "drop")}, (*_HANGS, "transfer"), pauses=True)
 
 
