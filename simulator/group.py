@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections import deque
 from dataclasses import replace
 
@@ -43,7 +44,7 @@ class GroupPort:
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         try:
-            self._socket.bind(f"tcp://{options.dist_init_addr.removeprefix('tcp://')}")
+            self._socket.bind(f"tcp://{_numeric(options.dist_init_addr.removeprefix('tcp://'))}")
         except zmq.ZMQError as exc:
             raise OSError(exc.errno, f"{options.dist_init_addr}: {exc.strerror}") from exc
         self._descriptor = int(self._socket.getsockopt(zmq.FD))
@@ -195,6 +196,14 @@ class NodePublisher:
                     one.buffer.clear()
             if (known := self._ranks.get(int.from_bytes(rank, "big"))) is not None:
                 known.take(frames)
+
+
+def _numeric(address: str) -> str:
+    """Resolve the host of an address, since sockets are bound to numbers only; ``OSError`` if that is not possible."""
+    host, _, port = address.rpartition(":")
+    if host.startswith("["):
+        return address
+    return f"{socket.gethostbyname(host)}:{port}"
 
 
 def ranks_of(dp_size: int, nnodes: int, node_rank: int) -> range:

@@ -15,7 +15,10 @@ import anyio
 import pytest
 
 from gateway.cli import main
+from gateway.kv_listen_options import read_listen_options
 from gateway.settings import Settings, load_settings
+from kv_events.relay_keys import write_key_file
+from relay.settings import load_settings as load_relay_settings
 from simulator.command import build_parser, options_from_args
 from simulator.server import SimulatedEngine
 from tests.fakes.running import PATIENCE_S, running_gateway
@@ -27,9 +30,13 @@ SET_UPS = {
     "gateway": (None, ("sglang-0", "sglang-1")),
     "gateway-vllm": ("vllm", ("vllm-0", "vllm-1")),
     "gateway-sim": ("sim", ("simulated-0", "simulated-1")),
+    "gateway-multinode": ("multinode", ("node-0",)),
 }
 GPU_ENGINES = ("sglang-0", "sglang-1", "vllm-0", "vllm-1")
-ENGINES = (*GPU_ENGINES, "simulated-0", "simulated-1")
+# Each has the network of its node.
+RELAYS = {"relay-0": "node-0", "relay-1": "node-1"}
+NODES = tuple(RELAYS.values())
+ENGINES = (*GPU_ENGINES, "simulated-0", "simulated-1", *NODES)
 OBSERVERS = ("prometheus", "grafana")
 # What Prometheus itself puts on every sample, and what deploy/prometheus.yml adds.
 SCRAPE_LABELS = {"job", "instance", "gateway"}
@@ -79,10 +86,10 @@ def flag(command: list[str], name: str) -> str:
 
 
 def test_services_and_profiles(services: dict[str, Any]) -> None:
-    assert set(services) == {*SET_UPS, *ENGINES, *OBSERVERS}
+    assert set(services) == {*SET_UPS, *ENGINES, *RELAYS, *OBSERVERS}
     profiles = {gateway: profile for gateway, (profile, _) in SET_UPS.items()}
     profiles |= {engine: profile for profile, engines in SET_UPS.values() for engine in engines}
-    profiles |= dict.fromkeys(OBSERVERS, "observe")
+    profiles |= dict.fromkeys(OBSERVERS, "observe") | dict.fromkeys((*RELAYS, *NODES), "multinode")
     for name, service in services.items():
         wanted = profiles[name]
         assert service.get("profiles", []) == ([wanted] if wanted else []), name
@@ -93,14 +100,15 @@ def test_gateways_are_started_with_valid_options(services: dict[str, Any], gatew
     settings = settings_of(services[gateway])
     engines = SET_UPS[gateway][1]
     assert tuple(urlsplit(spec.url).hostname for spec in settings.workers) == engines
-    assert services[gateway]["depends_on"] == list(engines)
+    others = [*NODES[1:], *RELAYS] if engines == NODES[:1] else []
+    assert services[gateway]["depends_on"] == [*engines, *others]
     for spec, engine in zip(settings.workers, engines, strict=True):
         assert str(urlsplit(spec.url).port) == flag(services[engine]["command"], "--port")
         assert flag(services[engine]["command"], "--host") == "0.0.0.0"
     assert settings.host == "0.0.0.0"
 
 
-@pytest.mark.parametrize("engine", ["simulated-0", "simulated-1"])
+@pytest.mark.parametrize("engine", ["simulated-0", "simulated-1", *NODES])
 def test_simulated_engines_are_started_with_valid_options(services: dict[str, Any], engine: str) -> None:
     command, *arguments = services[engine]["command"]
     assert command == "simulate"
@@ -115,7 +123,7 @@ def test_running_requests_get_their_time_at_the_end(services: dict[str, Any]) ->
 
 
 def test_admin_routes_are_for_the_container_itself(services: dict[str, Any]) -> None:
-    for gateway in SET_UPS:
+    for gateway in set(SET_UPS) - {"gateway-multinode"}:
         settings = settings_of(services[gateway])
         assert settings.admin_api_key_file is None
         assert settings.admin_allow == ("127.0.0.0/8", "::1/128")
@@ -124,7 +132,7 @@ def test_admin_routes_are_for_the_container_itself(services: dict[str, Any]) -> 
 def test_engines_publish_no_ports_and_share_a_network_with_gateways_only(services: dict[str, Any]) -> None:
     for engine in ENGINES:
         assert not {"ports", "network_mode", "expose"} & set(services[engine]), engine
-    in_network = {name for name, service in services.items() if "engines" in service["networks"]}
+    in_network = {name for name, service in services.items() if "engines" in service.get("networks", ())}
     assert in_network == {*SET_UPS, *ENGINES}
     assert all(services[engine]["networks"] == ["engines"] for engine in ENGINES)
     assert all(services[observer]["networks"] == ["front"] for observer in OBSERVERS)
@@ -134,7 +142,7 @@ def test_published_ports_are_this_machine_s_own_unless_it_says_otherwise(service
     published = [port for service in services.values() for port in service.get("ports", ())]
     hosts = [port.split(":")[1] for port in published]
     assert all(port.startswith("127.0.0.1:") for port in published)
-    assert len(set(hosts)) == len(hosts) == 5
+    assert len(set(hosts)) == len(hosts) == 6
     opened = read_yaml("docker-compose.yml", {"GATEWAY_ADDRESS": "0.0.0.0"})["services"]
     assert {name for name, service in opened.items() if "0.0.0.0:" in "".join(service.get("ports", ()))} == set(SET_UPS)
 
@@ -157,6 +165,56 @@ def test_gpu_engines(services: dict[str, Any], engine: str) -> None:
     assert events["publisher"] == "zmq"
     assert events.get("enable_kv_cache_events", True) is True
     assert re.match(r"(lmsysorg/sglang|vllm/vllm-openai):v\d", service["image"])
+
+
+def test_the_nodes_are_one_engine(services: dict[str, Any]) -> None:
+    """They publish on loopback only, which is their relay's too."""
+    options = [options_from_args(build_parser().parse_args(services[node]["command"][1:])) for node in NODES]
+    assert [one.node_rank for one in options] == [0, 1]
+    assert {(one.nnodes, one.dp_size, one.dist_init_addr) for one in options} == {(2, 4, "node-0:20000")}
+    assert all((one.kv_events or "").startswith("tcp://127.0.0.1:") for one in options)
+    for relay, node in RELAYS.items():
+        assert services[relay]["network_mode"] == f"service:{node}"
+        assert not {"ports", "networks"} & set(services[relay])
+
+
+def with_keys(tmp_path: Path, command: list[str]) -> list[str]:
+    """Put files in the place of a service's secrets, made as docs/relay.md says."""
+    public = {}
+    for name in ("gateway_curve", "relay_0", "relay_1"):
+        if not (tmp_path / name).exists():
+            public[name] = write_key_file(tmp_path / name).public_key.decode()
+    if public:
+        (tmp_path / "relays").write_text(f"{public['relay_0']} node 0\n{public['relay_1']} node 1\n")
+        (tmp_path / "relay_admin").write_text("admin-secret\n")
+    return [word.replace("/run/secrets/", f"{tmp_path}/") for word in command]
+
+
+def test_relays_and_their_gateway_have_the_keys_that_they_need(services: dict[str, Any], tmp_path: Path) -> None:
+    gateway = services["gateway-multinode"]
+    settings = load_settings(with_keys(tmp_path, gateway["command"][1:]), image_environment())
+    options = read_listen_options(settings)
+    assert options is not None
+    assert options.keys is not None
+    for relay, node in RELAYS.items():
+        command = services[relay]["command"]
+        assert command[0] == "relay"
+        found = load_relay_settings(with_keys(tmp_path, command[1:]), {})
+        assert found.keys is not None
+        assert found.keys.public_key in options.authorized
+        assert found.admin_key == "admin-secret"
+        assert found.gateways == ("http://gateway-multinode:8000",)
+        assert urlsplit(found.engine_url).port == int(flag(services[node]["command"], "--port"))
+        assert found.worker_url == (settings.workers[0].url if node == "node-0" else None)
+        (checked,) = [word for word in services[relay]["healthcheck"]["test"] if "urlopen" in word]
+        assert f"127.0.0.1:{found.health_port}/ready" in checked
+        assert {f"/run/secrets/{name}" for name in services[relay]["secrets"]} <= {
+            word.partition("=")[2] for word in command
+        }
+    secrets = read_yaml("docker-compose.yml")["secrets"]
+    used = {name for service in services.values() for name in service.get("secrets", ())}
+    assert set(secrets) == used
+    assert all(secret["file"].startswith("./deploy/keys/") for secret in secrets.values())
 
 
 def test_images_have_a_tag_and_no_host(services: dict[str, Any]) -> None:
