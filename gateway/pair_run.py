@@ -17,6 +17,7 @@ from backends.leg import Leg
 from backends.leg_events import Cause
 from backends.pair_types import Failure, PairState, Part, PrefillState
 from backends.prefill_events import PrefillReader, PrefillRefused, PromptReport
+from backends.types import EngineKind
 from backends.upstream.base import AnswerHead
 from gateway.answer import Verdict
 from gateway.decode_reader import EVENT_STREAM, JSON, DecodeReader
@@ -64,7 +65,7 @@ class PairRun:
         self._loop = asyncio.get_running_loop()
         self._legs_by_part: dict[Part, Leg] = {}
         self._inbox: list[pair.Event] = []
-        self._is_due = False
+        self._is_due = self._is_opened = False
         self._timer: asyncio.TimerHandle | None = None
         self._outputs: deque[Output] = deque()
         self._queued_bytes = 0
@@ -125,6 +126,9 @@ class PairRun:
 
     def cancel(self, cause: Cause) -> None:
         """Nobody waits for the answer any more, or nobody may."""
+        leg = self._legs_by_part.get(Part.PREFILL)
+        if leg is not None and self.legs.engine is EngineKind.VLLM and leg.call.is_over:
+            self._note_opened()  # its answer is here, if unread: a prompt that it has ready must not be forgotten
         self._report(pair.Cancelled(self._keeper.now(), cause))
 
     def call_off(self) -> None:
@@ -149,6 +153,12 @@ class PairRun:
             self._outputs.clear()
             self._on_output(self)
         self._space.set()
+
+    def _note_opened(self) -> None:
+        """Prefill's answer has begun; told once for each prefill."""
+        if not self._is_opened:
+            self._is_opened = True
+            self._report(pair.PrefillOpened(self._keeper.now()))
 
     def _tick(self) -> None:
         self._timer = None
@@ -238,6 +248,7 @@ class PairRun:
     # Prefill.
 
     def _send_prefill(self, command: pair.SendPrefill) -> None:
+        self._is_opened = False
         try:
             leg = self._legs_by_part[Part.PREFILL] = self.legs.send_prefill(command.number, self._abandoned)
         except Exception as exc:  # noqa: BLE001 -- it is logged where it is told apart
@@ -263,7 +274,7 @@ class PairRun:
             raise await refusal_of(call, self.legs.ids, head, limit_bytes)
         if head.content_type not in (EVENT_STREAM, JSON):
             raise AnswerMalformed(f"content type {head.content_type!r} with status {head.status}")
-        self._report(pair.PrefillOpened(self._keeper.now()))
+        self._note_opened()
         reader = PrefillReader(
             limit_bytes=limit_bytes,
             is_stream=head.content_type == EVENT_STREAM,
