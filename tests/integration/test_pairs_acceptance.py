@@ -43,7 +43,7 @@ async def both_open(s: ScriptedPair) -> tuple[Turn, Turn]:
 
 
 async def test_a0_1_decode_is_sent_as_soon_as_prefills_headers_are_there() -> None:
-    """Mutation tried: the handoff waits for prefill's first event; then decode's request never comes."""
+    """Mutation: the handoff waits for prefill's first event; then decode's request never comes."""
     async with scripted_pair() as s:
         client = s.begin("/generate", STREAM)
         p = await s.prefill.turn()
@@ -72,7 +72,7 @@ async def test_a0_1_decode_is_sent_as_soon_as_prefills_headers_are_there() -> No
 
 @pytest.mark.parametrize("is_stream", [False, True], ids=["unary", "stream"])
 async def test_a0_2_a_prefill_that_refuses_keeps_decode_out_of_it(is_stream: bool) -> None:
-    """Mutation tried: any headers are the handoff; then decode has a request that nobody will answer."""
+    """Mutation: any headers are the handoff; then decode has a request that nobody will answer."""
     async with scripted_pair() as s:
         client = s.begin("/generate", {**BODY, "stream": is_stream})
         await (await s.prefill.turn()).whole(b'{"error":{"message":"full","code":503}}', status=503)
@@ -83,7 +83,7 @@ async def test_a0_2_a_prefill_that_refuses_keeps_decode_out_of_it(is_stream: boo
 
 
 async def test_a0_3_a_prefill_that_never_answers_ends_at_its_headers_limit() -> None:
-    """Mutation tried: decode is sent once prefill's request is written; then it has a request."""
+    """Mutation: decode is sent once prefill's request is written; then it has a request."""
     async with scripted_pair(prefill_header_timeout_s=0.3 * TIME_SCALE) as s:
         client = s.begin("/generate", STREAM)
         p = await s.prefill.turn()
@@ -97,7 +97,7 @@ async def test_a0_3_a_prefill_that_never_answers_ends_at_its_headers_limit() -> 
 
 @pytest.mark.parametrize("is_stream", [False, True], ids=["unary", "stream"])
 async def test_a0_4_prefills_failure_ends_a_decode_whose_headers_are_awaited(is_stream: bool) -> None:
-    """Mutation tried: prefill's failure is looked at once decode has answered; then the client waits for ever."""
+    """Mutation: prefill's failure is looked at once decode has answered; then the client waits for ever."""
     async with scripted_pair() as s:
         client = s.begin("/generate", {**BODY, "stream": is_stream})
         p, d = await both_open(s)
@@ -112,7 +112,7 @@ async def test_a0_4_prefills_failure_ends_a_decode_whose_headers_are_awaited(is_
 
 
 async def test_a0_5_prefills_failure_ends_decodes_stream_with_one_error() -> None:
-    """Mutation tried: prefill is not watched once decode streams; then the stream goes on to its success."""
+    """Mutation: prefill is not watched once decode streams; then the stream goes on to its success."""
     async with scripted_pair() as s:
         client = s.begin("/generate", STREAM)
         p, d = await both_open(s)
@@ -132,7 +132,7 @@ async def test_a0_5_prefills_failure_ends_decodes_stream_with_one_error() -> Non
 
 
 async def test_a0_6_decodes_success_waits_for_prefills() -> None:
-    """Mutation tried: the terminal passes at once; then the client has it before prefill has ended."""
+    """Mutation: the terminal passes at once; then the client has it before prefill has ended."""
     async with scripted_pair() as s, wire(s.gateway.address) as client:
         await client.send(request_bytes("/generate", STREAM))
         p, d = await both_open(s)
@@ -153,7 +153,7 @@ async def test_a0_6_decodes_success_waits_for_prefills() -> None:
 
 
 async def test_a0_6_a_whole_answer_waits_for_prefills_end_too() -> None:
-    """Mutation tried: unary answers pass at once; then the client has it before prefill has ended."""
+    """Mutation: unary answers pass at once; then the client has it before prefill has ended."""
     async with scripted_pair() as s:
         client = s.begin("/generate", BODY)
         p, d = await both_open(s)
@@ -169,7 +169,7 @@ async def test_a0_6_a_whole_answer_waits_for_prefills_end_too() -> None:
 
 @pytest.mark.parametrize("is_stream", [False, True], ids=["unary", "stream"])
 async def test_a0_7_prefills_failure_replaces_decodes_success(is_stream: bool) -> None:
-    """Mutation tried: the hold passes what it holds whatever prefill ends with; then the client has a success."""
+    """Mutation: the hold passes what it holds whatever prefill ends with; then the client has a success."""
     async with scripted_pair() as s:
         client = s.begin("/generate", {**BODY, "stream": is_stream})
         p, d = await both_open(s)
@@ -197,7 +197,7 @@ async def test_a0_7_prefills_failure_replaces_decodes_success(is_stream: bool) -
     ],
 )
 async def test_a0_8_decodes_failure_is_told_at_once(fail: Callable[[Turn], Awaitable[None]], message: str) -> None:
-    """Mutation tried: every end of decode waits for prefill; then the client gets nothing."""
+    """Mutation: every end of decode waits for prefill; then the client gets nothing."""
     async with scripted_pair(max_attempts=1) as s:
         client = s.begin("/generate", STREAM)
         p, d = await both_open(s)
@@ -212,7 +212,7 @@ async def test_a0_8_decodes_failure_is_told_at_once(fail: Callable[[Turn], Await
 
 
 async def test_a0_9_prefill_is_read_to_its_end_when_the_client_has_left() -> None:
-    """Mutation tried: prefill's connection is closed with the client; then the engine sees that."""
+    """Mutation: prefill's connection is closed with the client; then the engine sees that."""
     async with scripted_pair() as s:
         async with wire(s.gateway.address) as client:
             await client.send(request_bytes("/generate", STREAM))
@@ -233,7 +233,7 @@ async def test_a0_9_prefill_is_read_to_its_end_when_the_client_has_left() -> Non
 
 
 async def test_a0_10_the_hold_has_a_limit_that_prefills_chunks_do_not_extend() -> None:
-    """Mutation tried: each of prefill's chunks starts the hold again; then it outlives the chunks."""
+    """Mutation: each of prefill's chunks starts the hold again; then it outlives the chunks."""
     async with scripted_pair(prefill_hold_timeout_s=0.5 * TIME_SCALE) as s:
         client = s.begin("/generate", STREAM)
         p, d = await both_open(s)
@@ -269,7 +269,7 @@ ENDINGS = [
 async def test_a0_11_a_prefill_that_ends_as_none_should_is_an_error(
     end: Callable[[Turn], Awaitable[None]], kind: str, is_stream: bool
 ) -> None:
-    """Mutation tried: an end without a terminal is an end; then decode's success passes."""
+    """Mutation: an end without a terminal is an end; then decode's success passes."""
     async with scripted_pair(max_attempts=1, max_response_bytes=65_536) as s:
         client = s.begin("/generate", {**BODY, "stream": is_stream})
         p, d = await both_open(s)
@@ -287,7 +287,7 @@ async def test_a0_11_a_prefill_that_ends_as_none_should_is_an_error(
 
 @pytest.mark.parametrize("kind", ["abort", "error", "cancelled"])
 async def test_a0_12_an_error_in_prefills_last_event_counts_though_tokens_are_with_it(kind: str) -> None:
-    """Mutation tried: events with text are dropped unread; then decode's success passes."""
+    """Mutation: events with text are dropped unread; then decode's success passes."""
     async with scripted_pair() as s:
         client = s.begin("/generate", STREAM)
         p, d = await both_open(s)
@@ -300,7 +300,7 @@ async def test_a0_12_an_error_in_prefills_last_event_counts_though_tokens_are_wi
 
 @pytest.mark.parametrize("status", [401, 403])
 async def test_a0_14_a_refusal_of_the_gateways_own_key_is_not_the_clients(status: int) -> None:
-    """Mutation tried: 4xx of prefill pass as they are; then the client is told that it may not."""
+    """Mutation: 4xx of prefill pass as they are; then the client is told that it may not."""
     async with scripted_pair() as s:
         client = s.begin("/generate", STREAM)
         await (await s.prefill.turn()).whole(b'{"error":"Unauthorized"}', status=status)
@@ -312,7 +312,7 @@ async def test_a0_14_a_refusal_of_the_gateways_own_key_is_not_the_clients(status
 
 @pytest.mark.parametrize("status", [400, 422, 429])
 async def test_a_refusal_of_the_request_is_the_engines_own(status: int) -> None:
-    """Mutation tried: every failure of a pair is 502; then the client does not learn what is wrong with its request."""
+    """Mutation: every failure of a pair is 502; then the client does not learn what is wrong with its request."""
     body = b'{"error":{"message":"no such thing","type":"BadRequest","code":%d}}' % status
     async with scripted_pair() as s:
         client = s.begin("/generate", STREAM)
@@ -323,7 +323,7 @@ async def test_a_refusal_of_the_request_is_the_engines_own(status: int) -> None:
 
 
 async def test_a0_16_prefills_failure_wins_over_decodes_end_of_the_same_moment() -> None:
-    """Mutation tried: events count in the order in which their readers ran; then some of the clients have a success."""
+    """Mutation: events count in the order in which their readers ran; then some of the clients have a success."""
     async with scripted_pair(max_attempts=1) as s:
         for run in range(200):
             client = s.begin("/generate", {**STREAM, "rid": f"public-{run}"})
@@ -345,7 +345,7 @@ async def test_a0_16_prefills_failure_wins_over_decodes_end_of_the_same_moment()
 
 
 async def test_a0_17_prefills_load_is_booked_until_its_end() -> None:
-    """Mutation tried: the handoff gives prefill's tokens back; then none are booked while it computes."""
+    """Mutation: the handoff gives prefill's tokens back; then none are booked while it computes."""
     async with scripted_pair() as s:
         client = s.begin("/generate", STREAM)
         p, d = await both_open(s)

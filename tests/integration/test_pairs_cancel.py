@@ -117,7 +117,7 @@ async def ask_for_abort(f: PairFleet, clients: list[Client]) -> None:
 async def test_a_client_that_leaves_or_asks_for_an_abort_leaves_nothing_behind(
     engine: str, path: str, phase: str
 ) -> None:
-    """Mutation tried: vLLM's decode is dropped with its client; then its prompt's blocks stay pinned while it moves."""
+    """Mutation: vLLM's decode is dropped with its client; then its prompt's blocks stay pinned while it moves."""
     async with pair_fleet(engine=engine, **SLOW[phase]) as f:
         async with in_phase(f, path, phase) as clients:
             await leave(f, clients)
@@ -155,7 +155,7 @@ ENDS: list[Any] = [
 async def test_a_request_that_is_stopped_leaves_nothing_behind(
     end: Callable[[PairFleet], Awaitable[None]], outcome: str, engine: str, path: str, phase: str
 ) -> None:
-    """Mutation tried: only decode's worker counts as the request's; then prefill's removal waits for its end."""
+    """Mutation: only decode's worker counts as the request's; then prefill's removal waits for its end."""
     options: dict[str, Any] = {"request_timeout_s": 0.5 * LONG_S} if end is expire else {}
     async with pair_fleet(engine=engine, gateway=options, **SLOW[phase]) as f:
         async with in_phase(f, path, phase) as clients:
@@ -196,7 +196,7 @@ async def test_a4_8_a_shutdown_waits_for_nothing_and_counts_what_it_leaves_pinne
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
 async def test_a_request_that_waits_for_a_worker_leaves_the_queue(engine: str) -> None:
-    """Mutation tried: a pair is placed though its client has left the queue; then the engines see a request."""
+    """Mutation: a pair is placed though its client has left the queue; then the engines see a request."""
     path = "/generate" if engine == "sglang" else "/v1/completions"
     options = {"max_in_flight_per_worker": 2}
     async with (

@@ -41,7 +41,7 @@ async def one(f: PairFleet, rng: random.Random, path: str, number: int) -> str:
 
 @pytest.mark.parametrize(("engine", "path"), [("sglang", "/generate"), ("vllm", "/v1/completions")])
 async def test_a0_15_nothing_is_left_of_a_crowd(engine: str, path: str) -> None:
-    """Mutation tried: rooms are given back only where both legs end well; then some stay."""
+    """Mutation: rooms are given back only where both legs end well; then some stay."""
     rng = random.Random(7)
     async with pair_fleet(
         2,

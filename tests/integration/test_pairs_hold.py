@@ -51,7 +51,7 @@ OUTCOMES = {"leaves": "client_closed", "aborts": "aborted", "deadline": "timeout
 @pytest.mark.parametrize("phase", [CONNECTING, ASKED, HELD])
 @pytest.mark.parametrize("end", ENDS)
 async def test_both_legs_are_told_and_read_to_their_ends(end: str, phase: str, is_stream: bool) -> None:
-    """Mutation tried: a cancel while decode's success is held does nothing; then prefill is not told."""
+    """Mutation: a cancel while decode's success is held does nothing; then prefill is not told."""
     options: dict[str, Any] = {"drain_timeout_s": 0.05}
     if end == "deadline":
         options["request_timeout_s"] = 0.6 * TIME_SCALE

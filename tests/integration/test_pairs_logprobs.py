@@ -62,7 +62,7 @@ async def both_open(s: ScriptedPair) -> tuple[Turn, Turn]:
 async def test_s2_7_the_prompts_are_prefills_in_every_form(
     asked: dict[str, Any], told: dict[str, Any], is_stream: bool
 ) -> None:
-    """Also A2.6. Mutation tried: only nested fields are merged; then the flat ones are decode's empty ones."""
+    """Also A2.6. Mutation: only nested fields are merged; then the flat ones are decode's empty ones."""
     async with scripted_pair() as s:
         client = s.begin("/generate", {**WANTED, **asked, "stream": is_stream})
         p, d = await both_open(s)
@@ -84,7 +84,7 @@ async def test_s2_7_the_prompts_are_prefills_in_every_form(
 
 
 async def test_a2_5_output_flat_is_asked_of_decode_alone() -> None:
-    """Mutation tried: prefill's body keeps the option; then the engine refuses prefill's stream."""
+    """Mutation: prefill's body keeps the option; then the engine refuses prefill's stream."""
     asked = {"return_flat_raw_output_top_logprobs": True, "top_logprobs_num": 1, "return_logprob": True}
     async with scripted_pair(upstream_mode="incremental") as s:
         client = s.begin("/generate", {**BODY, **asked})
@@ -102,7 +102,7 @@ async def test_a2_5_output_flat_is_asked_of_decode_alone() -> None:
 
 
 async def test_a2_5_output_flat_in_a_stream_reaches_no_engine() -> None:
-    """Mutation tried: it is refused by the engine; then prefill has a request."""
+    """Mutation: it is refused by the engine; then prefill has a request."""
     async with scripted_pair() as s:
         body = {**BODY, "return_flat_raw_output_top_logprobs": True, "stream": True}
         assert (await answer_of(s.begin("/generate", body))).status == 400
@@ -110,7 +110,7 @@ async def test_a2_5_output_flat_in_a_stream_reaches_no_engine() -> None:
 
 
 async def test_a2_6_prompt_flat_and_base64_stay_on_prefill_where_output_flat_goes() -> None:
-    """Mutation tried: all flat options are taken from prefill; then it is not asked for the prompt's."""
+    """Mutation: all flat options are taken from prefill; then it is not asked for the prompt's."""
     asked = {
         "return_flat_raw_top_logprobs": True,
         "return_flat_raw_top_logprobs_b64": True,
@@ -131,7 +131,7 @@ async def test_a2_6_prompt_flat_and_base64_stay_on_prefill_where_output_flat_goe
 
 
 async def test_decision_21_such_a_streams_first_event_waits_for_prefills_end() -> None:
-    """Mutation tried: only the last event waits; then the first comes without the prompt's."""
+    """Mutation: only the last event waits; then the first comes without the prompt's."""
     async with scripted_pair() as s, wire(s.gateway.address) as client:
         await client.send(request_bytes("/generate", {**WANTED, "stream": True}))
         p, d = await both_open(s)
@@ -150,7 +150,7 @@ async def test_decision_21_such_a_streams_first_event_waits_for_prefills_end() -
 
 
 async def test_decision_21_prefills_failure_still_has_a_status() -> None:
-    """Mutation tried: the head goes out with decode's first event; then the status is 200."""
+    """Mutation: the head goes out with decode's first event; then the status is 200."""
     async with scripted_pair(max_attempts=1) as s:
         client = s.begin("/generate", {**WANTED, "stream": True})
         p, d = await both_open(s)
@@ -165,7 +165,7 @@ async def test_decision_21_prefills_failure_still_has_a_status() -> None:
 
 @pytest.mark.parametrize("is_stream", [False, True], ids=["unary", "stream"])
 async def test_vllms_prompt_logprobs_are_prefills(is_stream: bool) -> None:
-    """Mutation tried: decode's null is kept; then the client has none."""
+    """Mutation: decode's null is kept; then the client has none."""
     async with scripted_pair(engine="vllm") as s:
         client = s.begin("/v1/chat/completions", {**CHAT, "prompt_logprobs": 1, "stream": is_stream})
         p = await s.prefill.turn()

@@ -63,7 +63,7 @@ PREFILL_FAILS = [
 @pytest.mark.parametrize("is_stream", [False, True], ids=["unary", "stream"])
 @pytest.mark.parametrize("fail", PREFILL_FAILS)
 async def test_a0_18_another_prefill_worker_serves_what_one_has_failed(fail: Fail, is_stream: bool) -> None:
-    """Field case 86. Mutation tried: decode is blamed; then the same prefill worker is asked again."""
+    """Field case 86. Mutation: decode is blamed; then the same prefill worker is asked again."""
     async with scripted_pair(prefills=2) as s:
         client = s.begin("/generate", {**BODY, "stream": is_stream})
         bad = await first_of(s.prefills)
@@ -88,7 +88,7 @@ async def test_a0_18_another_prefill_worker_serves_what_one_has_failed(fail: Fai
 
 @pytest.mark.parametrize("is_stream", [False, True], ids=["unary", "stream"])
 async def test_a0_18_with_no_other_prefill_worker_it_is_503(is_stream: bool) -> None:
-    """Mutation tried: the head is sent with decode's headers; then the status is 200 with an error event."""
+    """Mutation: the head is sent with decode's headers; then the status is 200 with an error event."""
     async with scripted_pair() as s:
         client = s.begin("/generate", {**BODY, "stream": is_stream})
         p = await s.prefill.turn()
@@ -114,7 +114,7 @@ DECODE_FAILS = [
 
 @pytest.mark.parametrize("fail", DECODE_FAILS)
 async def test_another_decode_worker_serves_what_one_has_failed(fail: Fail, request: pytest.FixtureRequest) -> None:
-    """Field case 92. Mutation tried: prefill is blamed; then the request goes to the same decode worker again."""
+    """Field case 92. Mutation: prefill is blamed; then the request goes to the same decode worker again."""
     is_stream = "document" not in request.node.name
     async with scripted_pair(prefills=1, decodes=2) as s:
         client = s.begin("/generate", {**BODY, "stream": is_stream})
@@ -136,7 +136,7 @@ async def test_another_decode_worker_serves_what_one_has_failed(fail: Fail, requ
 
 @pytest.mark.parametrize("part", ["prefill", "decode"])
 async def test_nothing_is_tried_again_after_the_first_byte(part: str) -> None:
-    """Mutation tried: a failure before the end may be tried again; then the others get a request."""
+    """Mutation: a failure before the end may be tried again; then the others get a request."""
     async with scripted_pair(prefills=2, decodes=2) as s:
         client = s.begin("/generate", STREAM)
         p = await first_of(s.prefills)
@@ -162,7 +162,7 @@ async def test_nothing_is_tried_again_after_the_first_byte(part: str) -> None:
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
 @pytest.mark.parametrize("is_stream", [False, True], ids=["unary", "stream"])
 async def test_a_decode_worker_that_cannot_be_reached_costs_no_second_prefill(is_stream: bool, engine: str) -> None:
-    """Mutation tried: the pair is given up; then prefill runs twice. Another: headers tell the first choice."""
+    """Mutation: the pair is given up; then prefill runs twice. Another: headers tell the first choice."""
     async with pair_fleet(decodes=2, engine=engine, checks_idle=False) as f:
         gone = f.decodes[0]
         services = f.gateway.gateway.services
@@ -185,7 +185,7 @@ async def test_a_decode_worker_that_cannot_be_reached_costs_no_second_prefill(is
 
 
 async def test_no_decode_worker_can_be_reached() -> None:
-    """Mutation tried: the handoff is not counted when no other worker takes it; then the counter stays at nought."""
+    """Mutation: the handoff is not counted when no other worker takes it; then the counter stays at nought."""
     async with pair_fleet(engine="vllm", checks_idle=False) as f:
         await f.decodes[0].stop()
         body = {"model": f.alone.options.model, "prompt": IDS, "max_tokens": 4}
@@ -197,7 +197,7 @@ async def test_no_decode_worker_can_be_reached() -> None:
 
 @pytest.mark.parametrize("part", ["prefill", "decode"])
 async def test_the_breaker_of_the_failing_side_opens_and_closes_again(part: str) -> None:
-    """Field case 89. Mutation tried: a prefill that has served is only released; then its breaker never closes."""
+    """Field case 89. Mutation: a prefill that has served is only released; then its breaker never closes."""
     async with scripted_pair(breaker_failures=2, breaker_open_s=0.2 * TIME_SCALE, max_attempts=1) as s:
         stage = s.prefill if part == "prefill" else s.decode
         member = s.gateway.gateway.services.fleet.get(stage.worker_id)
@@ -246,7 +246,7 @@ async def test_a_vllm_decode_that_fails_leaves_a_handoff_behind_and_that_is_coun
 
 
 async def test_a_vllm_decode_that_refuses_lets_the_handoff_go_itself() -> None:
-    """Mutation tried: every failure counts; then the counter is at one."""
+    """Mutation: every failure counts; then the counter is at one."""
     async with scripted_pair(engine="vllm") as s:
         client = s.begin("/v1/chat/completions", {**CHAT, "stream": True})
         await (await s.prefill.turn()).whole(prefilled())
@@ -256,7 +256,7 @@ async def test_a_vllm_decode_that_refuses_lets_the_handoff_go_itself() -> None:
 
 
 async def test_decodes_that_fail_do_not_take_the_pair_apart() -> None:
-    """Mutation tried: each such handoff counts against the pair; then the fifth request finds no pair."""
+    """Mutation: each such handoff counts against the pair; then the fifth request finds no pair."""
     async with scripted_pair(engine="vllm", max_attempts=1) as s:
         for _ in range(4):
             client = s.begin("/v1/chat/completions", CHAT)

@@ -17,7 +17,7 @@ def with_samples(count: int, **more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("is_stream", [False, True], ids=["unary", "stream"])
 async def test_a0_13_each_sample_has_legs_and_a_room_of_its_own(is_stream: bool) -> None:
-    """As decision 9 has it. Mutation tried: the samples share a room; then two bodies have the same."""
+    """As decision 9 has it. Mutation: the samples share a room; then two bodies have the same."""
     async with scripted_pair() as s:
         client = s.begin("/generate", with_samples(3, stream=is_stream))
         prefills = [await s.prefill.turn() for _ in range(3)]
@@ -49,7 +49,7 @@ async def test_a0_13_each_sample_has_legs_and_a_room_of_its_own(is_stream: bool)
 
 @pytest.mark.parametrize("part", ["prefill", "decode"])
 async def test_a0_13_the_others_are_stopped_when_one_fails(part: str) -> None:
-    """Mutation tried: a failing sample ends alone; then the others' engines are told nothing."""
+    """Mutation: a failing sample ends alone; then the others' engines are told nothing."""
     async with scripted_pair(max_attempts=1) as s:
         client = s.begin("/generate", with_samples(2))
         prefills = [await s.prefill.turn() for _ in range(2)]
@@ -91,7 +91,7 @@ CANNOT = [
 async def test_a0_13_what_cannot_be_taken_apart_is_refused(
     engine: str, path: str, body: dict[str, Any], is_stream: bool
 ) -> None:
-    """Mutation tried: it is sent as it is; then an engine has a request that hangs."""
+    """Mutation: it is sent as it is; then an engine has a request that hangs."""
     async with scripted_pair(engine=engine) as s:
         answer = await answer_of(s.begin(path, {**body, "stream": is_stream}))
         assert (answer.status, answer.json()["error"]["type"]) == (400, "invalid_request")
@@ -112,7 +112,7 @@ FOREIGN = [
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
 @pytest.mark.parametrize("fields", FOREIGN)
 async def test_what_only_the_gateway_says_is_refused_from_clients(fields: dict[str, Any], engine: str) -> None:
-    """Field case 88. Mutation tried: they are overwritten; then the request is served."""
+    """Field case 88. Mutation: they are overwritten; then the request is served."""
     async with scripted_pair(engine=engine) as s:
         path, body = ("/generate", BODY) if engine == "sglang" else ("/v1/chat/completions", CHAT)
         client = s.begin(path, {**body, **fields})
@@ -129,7 +129,7 @@ async def test_what_only_the_gateway_says_is_refused_from_clients(fields: dict[s
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
 @pytest.mark.parametrize("missing", ["prefill", "decode"])
 async def test_a_missing_role_is_told_at_once(missing: str, engine: str) -> None:
-    """Mutation tried: requests wait for the role; then there is no answer within the queue's age."""
+    """Mutation: requests wait for the role; then there is no answer within the queue's age."""
     there = "decode" if missing == "prefill" else "prefill"
     if (engine, missing) == ("vllm", "prefill"):
         pytest.skip("a vLLM decode worker serves alone")
@@ -150,7 +150,7 @@ async def test_a_missing_role_is_told_at_once(missing: str, engine: str) -> None
 
 @pytest.mark.parametrize("part", ["prefill", "decode"])
 async def test_a_request_waits_for_a_paused_side_and_then_goes_on(part: str) -> None:
-    """Mutation tried: only decode's pause holds requests; then one is sent to the paused prefill."""
+    """Mutation: only decode's pause holds requests; then one is sent to the paused prefill."""
     async with pair_fleet(gateway={"pause_hold_s": PATIENCE_S}) as f:
         engine = f.prefills[0] if part == "prefill" else f.decodes[0]
         member = f.gateway.gateway.services.fleet.get(engine.url.removeprefix("http://"))
@@ -166,7 +166,7 @@ async def test_a_request_waits_for_a_paused_side_and_then_goes_on(part: str) -> 
 
 
 async def test_a_pause_that_lasts_too_long_is_503() -> None:
-    """Mutation tried: the wait has no limit; then there is no answer."""
+    """Mutation: the wait has no limit; then there is no answer."""
     async with pair_fleet(gateway={"pause_hold_s": 0.2 * TIME_SCALE}) as f:
         member = f.gateway.gateway.services.fleet.get(f.prefills[0].url.removeprefix("http://"))
         assert member is not None

@@ -44,7 +44,7 @@ async def to_decode(s: ScriptedPair) -> Turn:
 
 @pytest.mark.parametrize("is_stream", [False, True], ids=["unary", "stream"])
 async def test_a0_1_decode_is_sent_with_the_handoff_as_prefill_wrote_it(is_stream: bool) -> None:
-    """Mutation tried: the handoff is parsed and written anew; then its spaces are gone."""
+    """Mutation: the handoff is parsed and written anew; then its spaces are gone."""
     async with scripted_pair(engine="vllm") as s:
         body = {**CHAT, "stream": is_stream, "stop": ["x"], "min_tokens": 4, "max_completion_tokens": 8}
         if is_stream:
@@ -86,7 +86,7 @@ ENDINGS = [
 async def test_a_prefill_that_fails_keeps_decode_out_of_it(
     end: Callable[[Turn], Awaitable[None]], status: int, kind: str, is_stream: bool
 ) -> None:
-    """Mutation tried: decode is sent without a handoff, to compute the prompt itself; then it has a request."""
+    """Mutation: decode is sent without a handoff, to compute the prompt itself; then it has a request."""
     async with scripted_pair(engine="vllm", max_attempts=1, max_response_bytes=65_536) as s:
         client = s.begin(PATH, {**CHAT, "stream": is_stream})
         await end(await s.prefill.turn())
@@ -98,7 +98,7 @@ async def test_a_prefill_that_fails_keeps_decode_out_of_it(
 
 @pytest.mark.parametrize("is_stream", [False, True], ids=["unary", "stream"])
 async def test_decision_20_a_handoff_that_is_too_old_is_not_used(is_stream: bool) -> None:
-    """Mutation tried: the age is not looked at; then decode has the first prefill's handoff."""
+    """Mutation: the age is not looked at; then decode has the first prefill's handoff."""
     times: dict[str, Any] = {"health_timeout_s": 600, "connect_timeout_s": 4 * PAUSE_S, "handoff_max_age_s": PAUSE_S}
     async with contextlib.AsyncExitStack() as stack:
         stuck = await stack.enter_async_context(full_backlog())
@@ -132,7 +132,7 @@ async def test_decision_20_a_handoff_that_is_too_old_is_not_used(is_stream: bool
 @pytest.mark.parametrize("is_stream", [False, True], ids=["unary", "stream"])
 @pytest.mark.parametrize("begins", ["nothing", "role"])
 async def test_decision_20_a_first_token_after_the_lease_is_an_error(begins: str, is_stream: bool) -> None:
-    """Mutation tried: the role's event opens the client's stream; then the status is 200 with an error event."""
+    """Mutation: the role's event opens the client's stream; then the status is 200 with an error event."""
     async with scripted_pair(engine="vllm", max_attempts=1) as s:
         services = s.gateway.gateway.services
         times = PairTimes(lease_s=2 * PAUSE_S)
@@ -169,7 +169,7 @@ async def streaming(client: Wire, s: ScriptedPair, *blocks: bytes) -> Turn:
 async def test_a4_a_decode_without_output_is_kept_when_its_client_leaves(
     blocks: tuple[bytes, ...], release: list[bytes]
 ) -> None:
-    """Mutation tried: vLLM's decode legs are dropped with their client; then the connection ends before its token."""
+    """Mutation: vLLM's decode legs are dropped with their client; then the connection ends before its token."""
     async with scripted_pair(engine="vllm") as s:
         async with wire(s.gateway.address) as client:
             d = await streaming(client, s, *blocks)
@@ -188,7 +188,7 @@ async def test_a4_a_decode_without_output_is_kept_when_its_client_leaves(
 
 
 async def test_a4_3_a_decode_with_output_is_closed_at_once() -> None:
-    """Mutation tried: it is read on whether or not it has taken over; then it is not closed."""
+    """Mutation: it is read on whether or not it has taken over; then it is not closed."""
     async with scripted_pair(engine="vllm") as s:
         async with wire(s.gateway.address) as client:
             d = await streaming(client, s, ROLE, TOKEN)
@@ -214,7 +214,7 @@ async def _reset(turn: Turn) -> None:
 async def test_a4_6_a_decode_that_breaks_off_before_its_output(
     end: Callable[[Turn], Awaitable[None]], leaves: bool
 ) -> None:
-    """Mutation tried: what breaks off with nobody there counts as taken over; then no loss is counted."""
+    """Mutation: what breaks off with nobody there counts as taken over; then no loss is counted."""
     async with scripted_pair(engine="vllm", max_attempts=1) as s:
         async with wire(s.gateway.address) as client:
             d = await streaming(client, s, ROLE)
@@ -232,7 +232,7 @@ async def test_a4_6_a_decode_that_breaks_off_before_its_output(
 
 
 async def test_a4_7_signs_of_life_do_not_extend_the_limit_and_three_such_losses_part_the_two() -> None:
-    """Mutation tried: the limit begins anew with every chunk; then the leg outlives them."""
+    """Mutation: the limit begins anew with every chunk; then the leg outlives them."""
     async with scripted_pair(engine="vllm", handoff_drain_timeout_s=2 * PAUSE_S) as s:
         for number in range(3):
             async with wire(s.gateway.address) as client:
@@ -253,7 +253,7 @@ async def test_a4_7_signs_of_life_do_not_extend_the_limit_and_three_such_losses_
 
 
 async def test_a4_9_a_prefill_is_closed_at_once() -> None:
-    """Mutation tried: prefill legs drain as decode's do; then the connection stays."""
+    """Mutation: prefill legs drain as decode's do; then the connection stays."""
     async with scripted_pair(engine="vllm") as s:
         async with wire(s.gateway.address) as client:
             await client.send(request_bytes(PATH, STREAM))
