@@ -121,7 +121,7 @@ SAMPLING_FIELDS: Final = _by_name(
 TOP_FIELDS: Final = _by_name(
     _here("rid", "public id, a list or R_0, R_1, … in a batch; the engine has an id of its own"),
     _sent("input_ids", "token_ids", "a list of lists becomes one request for each"),
-    _here("text", "the ids that the gateway's tokenizer for the model makes; 400 without one"),
+    _here("text", "the ids that the gateway's tokenizer for the model makes, or the worker's; 400 without both"),
     _refused("input_embeds", "the token route takes ids only"),
     _sent("sampling_params", "sampling_params", "see the other table"),
     _sent("stream", "stream", "with the usage of the whole at the end"),
