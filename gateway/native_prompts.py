@@ -12,16 +12,19 @@ from gateway.services import Services
 _TOO_SLOW = ErrorReport(
     503, "unavailable", "the text could not be tokenized in time, try again", Outcome.OVERLOADED, None, RETRY_AFTER_S
 )
+# One token, in the place of what is not known.
+_ANY_PROMPT = b"\1\0\0\0"
 _texts = msgspec.json.Decoder(str | list[str])
 
 
-async def ready_for_vllm(services: Services, envelope: Envelope, model: str) -> Envelope:
+async def ready_for_vllm(services: Services, envelope: Envelope, model: str, *, asks_engines: bool = True) -> Envelope:
     """The request with ``native``, where a vLLM worker may serve it.
 
     Args:
         services: The fleet and the tokenizers.
         envelope: A request of ``/generate``.
         model: Its pool.
+        asks_engines: Text is tokenized, if need be by an engine; else it stays unknown, which only matters to them.
 
     Raises:
         GatewayError: Its text could not be tokenized now, and nobody can be given it as it is.
@@ -31,7 +34,9 @@ async def ready_for_vllm(services: Services, envelope: Envelope, model: str) -> 
         return envelope
     body, tokens = envelope.body, envelope.prompt_tokens
     prompts: tuple[bytes, ...] = ()
-    if not body.text("input_ids") and _is_text(body.text("text")):
+    if not body.text("input_ids") and _is_text(body.text("text")) and not asks_engines:
+        prompts = (_ANY_PROMPT,) * (envelope.batch_size or 1)
+    elif not body.text("input_ids") and _is_text(body.text("text")):
         pools = services.fleet.pools(model)
         ranks = [one for pool in (pools.regular, pools.decode) for one in pool]
         asked = [one for one in ranks if one.group is not None and one.group.engine is EngineKind.VLLM]

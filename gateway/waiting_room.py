@@ -236,7 +236,7 @@ class WaitingRoom:
             waiter,
             pool=wanted.pool,
             key=wanted.tenant,
-            priority=wanted.priority(lower_first=engines == {EngineKind.VLLM}),
+            priority=wanted.priority(lower_first=engines == {EngineKind.VLLM} and wanted.envelope.native is None),
             size_bytes=len(wanted.envelope.body.raw),
             is_paused=is_paused,
             now=self._clock(),

@@ -12,6 +12,7 @@ from gateway.auth import Keys
 from gateway.eligibility import eligible, eligible_pools, pins_of
 from gateway.envelope import Envelope, parse_envelope, read_headers
 from gateway.errors import GatewayError, InvalidRequest, report_of
+from gateway.native_prompts import ready_for_vllm
 from gateway.pair_placement import needs_one_worker
 from gateway.routes import ROUTES, Route
 from gateway.services import Services
@@ -70,6 +71,8 @@ async def _explained(services: Services, route: Route, envelope: Envelope) -> di
         model = fleet.model_of(envelope.model)
     except RoutingError as exc:
         return {**answer, "candidates": _left_out(services, None, set()), "reason": report_of(exc).message}
+    if fleet.has_vllm and route.path == "/generate":
+        envelope = await ready_for_vllm(services, envelope, model, asks_engines=False)
     try:
         is_alone, pools = _eligible(services, route, envelope, model)
     except (RoutingError, GatewayError) as exc:

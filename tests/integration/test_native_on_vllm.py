@@ -306,6 +306,31 @@ async def test_a_mixed_fleet_serves_native_requests_by_all() -> None:
         assert [len(vllm.log.requests_to(PATH)), len(sglang.log.requests_to(GENERATE))] == [4, 4]
 
 
+async def test_explaining_sends_nothing_to_an_engine() -> None:
+    async with served() as (engine, gateway):
+        for body in ({"input_ids": [5]}, {"text": "a " * 300}):
+            explained = (await gateway.client.post("/route/explain", json=body)).json()
+            assert explained["chosen"]["worker_id"] == engine.url.removeprefix("http://")
+        refused = (await gateway.client.post("/route/explain", json={"text": "a", "image_data": "x"})).json()
+        assert (refused["chosen"], "image_data" in refused["reason"]) == (None, True)
+        assert [one for one in engine.log.requests if one.method == "POST"] == []
+
+
+async def test_higher_priorities_of_native_requests_go_first() -> None:
+    settings = {"max_in_flight_per_worker": 1}
+    async with served(settings=settings) as (engine, gateway), asyncio.TaskGroup() as group:
+        held = group.create_task(ask(gateway, GENERATE, {**LONG, "rid": "held"}))
+        await running(engine)
+        for number, priority in enumerate((1, 7, 4), 1):
+            group.create_task(ask(gateway, GENERATE, {"input_ids": [priority], "priority": priority, **sampling()}))
+            await until(lambda n=number: gateway.state()["queued_requests"] == n, "it waits")  # type: ignore[misc]
+        await ask(gateway, "/abort_request", {"rid": "held"})
+        assert (await held).status == 200
+        await gateway.record(4)
+        sent = [json.loads(entry.body or b"") for entry in entries_of(engine)[1:]]
+        assert [(one["token_ids"], one["priority"]) for one in sent] == [([7], -7), ([4], -4), ([1], -1)]
+
+
 # What engines do wrong.
 
 
