@@ -148,14 +148,14 @@ class Engine(Child):
         port: Where it listens.
         model: What it serves.
         role: ``regular``, or its half of a pair.
-        logs: What its processes have told of themselves, see ``keep_log``.
+        logs: What its processes have told of themselves, see ``keep_log``; parsed, it would slow the clients down.
     """
 
     def __init__(self, name: str, seed: int, directory: Path) -> None:
         self.port = free_port()
         self.model = MODEL if VLLM_MODEL not in _OPTIONS[name] else VLLM_MODEL
         self.role = _role(name)
-        self.logs: list[dict[str, Any]] = []
+        self.logs: list[bytes] = []
         own = ("--bootstrap-port", str(free_port())) if self.role == "prefill" else ()
         options = ("--inter-token-ms", "2", "--health-min-s", "0", "--keep-alive-s", "2", "--seed", str(seed))
         arguments = ("simulate", "--port", str(self.port), "--log-limit", "10", *options, *_OPTIONS[name], *own)
@@ -201,7 +201,7 @@ class Engine(Child):
     async def keep_log(self) -> None:
         """Add what it has seen to ``logs``, unless it serves alone or does not answer."""
         if self.role != "regular" and self.is_running and (answer := await self._asked("/_log", method="GET")):
-            self.logs.append(answer.json())
+            self.logs.append(answer.body)
 
     async def left_over(self) -> dict[str, Any]:
         """What it still has of requests, empty if nothing."""

@@ -122,9 +122,8 @@ async def soak(requests: int, seed: int, scene: Scene, directory: Path) -> Repor
         report.problems += audit.audit_metrics(metrics, lines)
         report.problems += audit.audit_texts(stories)
         if halves:
-            logs = {engine.worker_id: engine.logs for engine in halves}
+            logs = {engine.worker_id: [json.loads(log) for log in engine.logs] for engine in halves}
             report.problems += pair_audit.audit_pairs(lines, logs)
-            (directory / "logs.json").write_text(json.dumps({one.name: one.logs for one in halves}))
             report.problems += pair_audit.audit_handoffs(lines, logs, metrics)
             report.paired = sum(line.get("prefill_worker") is not None for line in lines)
             report.pairs = pair_audit.figures(lines, logs, metrics)
