@@ -1,6 +1,7 @@
 """The gateway's view of the engines' caches: whose events are followed, and how far the index can be trusted."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -94,6 +95,7 @@ class KvView:
         index: Which rank holds which prefix.
         sweeper: Gives back what the index has forgotten.
         follows_any: Some source is followed; asked for with every request.
+        clears: By worker, how often all its blocks were forgotten, by us or as it said itself.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class KvView:
         self._limits = limits
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.sweeper = IndexSweeper(self.index)
+        self.clears: Counter[str] = Counter()
         self._followed: dict[str, _Followed] = {}
         self.follows_any = False
 
@@ -139,6 +142,7 @@ class KvView:
         followed = self._followed.pop(worker_id, None)
         if followed is None:
             return
+        del self.clears[worker_id]
         for subscriber in followed.subscribers.values():
             subscriber.close()
         self._count_sources()
@@ -149,6 +153,7 @@ class KvView:
 
     def clear(self, worker_id: str) -> None:
         """A worker's cache is known to be empty, or worthless: forget its blocks, and go on following it."""
+        self.clears[worker_id] += 1
         for rank in self.index.ranks():
             if rank[0] == worker_id:
                 self.index.clear_rank(rank)
@@ -312,6 +317,8 @@ class KvView:
 
     def kv_event(self, worker: str, kind: str) -> None:
         """One event was applied."""
+        if kind == "cleared":
+            self.clears[worker] += 1
         self._counters.kv_event(worker, kind)
 
     def kv_dropped(self, reason: str, count: int) -> None:

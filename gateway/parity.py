@@ -23,7 +23,7 @@ MIN_BLOCKS = 2
 
 
 class Parity:
-    """Compares prompts of each worker with its events, until the first that agrees.
+    """Compares prompts of each worker with its events, until the first that agrees, or until that says nothing.
 
     Args:
         kv: The view of the caches.
@@ -54,9 +54,10 @@ class Parity:
 
         def check() -> None:
             timers.discard(timer)
-            self._check(key, hashes, namespace, epoch)
+            if clears == self._kv.clears[worker_id]:  # else the cache that was filled is gone
+                self._check(key, hashes, namespace, epoch)
 
-        epoch = self._kv.position(*key)[0]
+        epoch, clears = self._kv.position(*key)[0], self._kv.clears[worker_id]
         timer = asyncio.get_running_loop().call_later(self._check_after_s, check)
         timers.add(timer)
 
@@ -77,6 +78,15 @@ class Parity:
                 worker_id,
                 MISMATCHES_IN_A_ROW,
             )
+
+    def lost_track(self, worker_id: str) -> None:
+        """What is known of the worker's cache was given up, which may still hold it, and would not announce it again.
+
+        So nothing can be said of prompts that are not announced, until it restarts.
+        """
+        if not self.is_mismatched(worker_id):
+            self.forget(worker_id)
+            self._agreed.add(worker_id)
 
     def forget(self, worker_id: str) -> None:
         """The worker is gone, or another process: begin anew."""

@@ -2,7 +2,8 @@
 
 import enum
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final
 
@@ -57,6 +58,7 @@ class Member:
         "_is_draining",
         "_loads",
         "_names",
+        "_pauses_due",
         "_successes",
         "_unhealthy_after",
         "_weights_asked",
@@ -114,6 +116,7 @@ class Member:
         self._healthy_after = healthy_after
         self._weights_asked = 0
         self._weights_told = 0
+        self._pauses_due = 0
 
     @property
     def state(self) -> WorkerState:
@@ -124,7 +127,7 @@ class Member:
             return WorkerState.UNIDENTIFIED if self.facts is None else WorkerState.UNHEALTHY
         if not self.is_up:
             return WorkerState.UNHEALTHY
-        return WorkerState.PAUSED if self.is_paused else WorkerState.READY
+        return WorkerState.PAUSED if self.is_paused or self._pauses_due else WorkerState.READY
 
     @property
     def is_draining(self) -> bool:
@@ -255,6 +258,19 @@ class Member:
         self.is_paused = result is ProbeResult.PAUSED
         if self.state is not was:
             self.on_change(self)
+
+    @contextmanager
+    def pausing(self) -> Iterator[None]:
+        """While we ask the engine to pause it gets nothing: what comes to it after that is kept until the continue."""
+        self._pauses_due += 1
+        if self._pauses_due == 1:
+            self.on_change(self)
+        try:
+            yield
+        finally:
+            self._pauses_due -= 1
+            if not self._pauses_due and not self.is_paused:
+                self.on_change(self)
 
     def paused_by_us(self, is_paused: bool) -> None:
         """The engine has answered our own pause, or our continue; from the next probe on that one's word counts."""

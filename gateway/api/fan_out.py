@@ -17,7 +17,7 @@ from backends.upstream.base import UpstreamClient, UpstreamRequest
 from backends.vllm.admin import NoCounterpart, vllm_target
 from gateway.api.health import why_not_ready
 from gateway.api.json_response import json_response
-from gateway.api.worker_call import CALL_HEADERS, call_worker, has_succeeded, took_effect
+from gateway.api.worker_call import CALL_HEADERS, call_worker, has_succeeded, held_meanwhile, took_effect
 from gateway.errors import INTERNAL, RETRY_AFTER_S, SHUTTING_DOWN, ErrorReport, GatewayError, InvalidRequest
 from gateway.outcome import Outcome
 from gateway.services import Services
@@ -201,14 +201,17 @@ class FanOuts:
                 return _failed(ErrorReport(translated.status, kind, translated.reason, Outcome.REJECTED))
             method, target = "POST", translated
         request = UpstreamRequest(method, target, command.headers, [command.body])
-        limit_s = LIMITS_S[command.path]
-        try:
-            head, body = await call_worker(self._client, member, request, timeout_s=limit_s, max_bytes=MAX_ANSWER_BYTES)
-        except GatewayError as exc:
-            return _failed(exc.report)
-        result = _answered(head.status, body)
-        if result.is_success:
-            await took_effect(self._services, member, target.partition("?")[0])
+        limit_s, path = LIMITS_S[command.path], target.partition("?")[0]
+        with held_meanwhile(member, path):
+            try:
+                head, body = await call_worker(
+                    self._client, member, request, timeout_s=limit_s, max_bytes=MAX_ANSWER_BYTES
+                )
+            except GatewayError as exc:
+                return _failed(exc.report)
+            result = _answered(head.status, body)
+            if result.is_success:
+                await took_effect(self._services, member, path)
         return result
 
 

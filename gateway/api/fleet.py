@@ -10,7 +10,7 @@ from backends.worker_spec import WorkerSpec, WorkerSpecError, worker_id, worker_
 from gateway.api.fan_out import FanOuts, add_fan_out_routes
 from gateway.api.json_response import json_response
 from gateway.api.refusals import admin_guard
-from gateway.api.worker_call import CALL_HEADERS, call_worker, has_succeeded, took_effect
+from gateway.api.worker_call import CALL_HEADERS, call_worker, has_succeeded, held_meanwhile, took_effect
 from gateway.api.workers import named_member
 from gateway.auth import Keys
 from gateway.errors import InvalidRequest
@@ -125,9 +125,10 @@ def fleet_router(
     @router.api_route("/workers/{worker}/call/{path:path}", methods=["GET", "POST", "PUT", "DELETE"])
     async def call(worker: str, request: Request) -> Response:
         member = member_of(worker)
-        answer = await _call(control, member, request)
-        if has_succeeded(answer.status_code, bytes(answer.body)):
-            await took_effect(services, member, request.url.path)
+        with held_meanwhile(member, request.url.path):
+            answer = await _call(control, member, request)
+            if has_succeeded(answer.status_code, bytes(answer.body)):
+                await took_effect(services, member, request.url.path)
         return answer
 
     # Behind the route of calls, whose path this one would take too: older trainers put the worker's URL there.

@@ -1,6 +1,7 @@
 """One call of an engine's control route, and what the gateway knows once it has succeeded."""
 
 import asyncio
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Final
 
@@ -35,6 +36,8 @@ EMPTIES_CACHE: Final = frozenset(
         "sleep",
     }
 )
+# Those of them after whose success nothing can be left, and the engine says so in its events.
+_EMPTIED: Final = frozenset({"flush_cache", "reset_prefix_cache"})
 # Routes after which the weights may be of another version.
 _CHANGES_WEIGHTS: Final = frozenset(
     {
@@ -91,6 +94,14 @@ async def call_worker(
     return head, body
 
 
+def held_meanwhile(member: Member, path: str) -> AbstractContextManager[None]:
+    """``member`` gets no requests within the block if ``path``, a control route without query, pauses it.
+
+    What comes to an engine after its pause is kept until it is continued, and lost there if it is aborted.
+    """
+    return member.pausing() if path.rpartition("/")[2] in _PAUSES else nullcontext()
+
+
 def has_succeeded(status: int, body: bytes) -> bool:
     """Whether an engine has done what it was told: a 2xx, and its body does not deny it as vLLM's flushes do."""
     if not 200 <= status < 300:
@@ -117,6 +128,8 @@ async def took_effect(services: Services, member: Member, path: str) -> None:
     name = path.rpartition("/")[2]
     if name in EMPTIES_CACHE:
         services.kv.clear(member.worker.id)
+        if name not in _EMPTIED:
+            services.prefixes.parity.lost_track(member.worker.id)
         services.prefixes.forget(member.worker.id)
     if name in _PAUSES or name in _CONTINUES:
         member.paused_by_us(name in _PAUSES)

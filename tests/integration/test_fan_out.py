@@ -354,6 +354,40 @@ async def test_requests_wait_from_the_pause_to_the_continue(kind: str, probes: d
             assert (await connection.answer()).status == 200
 
 
+@pytest.mark.parametrize("is_addressed", [False, True], ids=["all", "one"])
+@pytest.mark.parametrize("status", [200, 500])
+async def test_nothing_is_sent_while_a_pause_is_under_way(is_addressed: bool, status: int) -> None:
+    """An engine answers once nothing runs any more, and keeps what comes meanwhile until it is continued."""
+    go_on = asyncio.Event()
+
+    async def slow(request: SeenRequest, reply: Reply) -> None:
+        if request.path == "/pause_generation":
+            await go_on.wait()
+        await reply.whole(b'{"text":"a"}', status=status if request.path == "/pause_generation" else 200)
+
+    async with (
+        script_engine(slow) as engine,
+        running_gateway(engine.url) as gateway,
+        wire(gateway.address) as trainer,
+        wire(gateway.address) as waiting,
+    ):
+        (member,) = gateway.gateway.services.fleet
+        path = f"/workers/{member.worker.id}/call/pause_generation" if is_addressed else "/pause_generation"
+        await trainer.send(request_bytes(path, {}))
+        await until(lambda: bool(engine.requests), "the engine is asked")
+        assert member.state is WorkerState.PAUSED
+        await waiting.send(request_bytes("/generate", ONE_TOKEN))
+        await until(lambda: gateway.state()["queued_requests"] == 1, "it waits")
+        assert [request.path for request in engine.requests] == ["/pause_generation"]
+        if status == 200:
+            await asyncio.sleep(0.2 * TIME_SCALE)  # the engine is ready to every probe, and still asked to pause
+            assert gateway.state()["queued_requests"] == 1
+        go_on.set()
+        assert (await trainer.answer()).status == (status if is_addressed else 200 if status == 200 else 207)
+        # What failed has paused nothing; what did not is undone by the next probe, as this engine says it is ready.
+        assert (await waiting.answer()).status == 200
+
+
 async def test_a_probe_from_before_the_pause_does_not_end_it() -> None:
     is_asked, go_on = asyncio.Event(), asyncio.Event()
 

@@ -16,7 +16,7 @@ from kv_events.hashing import block_hashes, pack_tokens
 from kv_events.types import AllBlocksCleared, BlockStored
 from tests.fakes.kv_fleet import BLOCK, PROMPT, announces
 from tests.fakes.kv_publisher import KvPublisher, kv_publisher
-from tests.fakes.running import PATIENCE_S, RunningGateway, running_gateway, until
+from tests.fakes.running import PATIENCE_S, TIME_SCALE, RunningGateway, running_gateway, until
 from tests.fakes.script_engine import ScriptEngine, script_engine
 from tests.fakes.wire import Answer, call
 
@@ -131,6 +131,38 @@ async def test_field_case_58_announcements_that_differ_are_told_and_not_used(
         publisher.publish(stored(PROMPT, first_name=500))
         await known(gateway, engines[0], BLOCKS)
         assert placed(await generate(gateway, PROMPT)) == (worker, BLOCKS)
+
+
+@pytest.mark.parametrize("by", ["the engine", "a flush", "an update"])
+async def test_prompts_that_a_clearing_has_overtaken_are_no_mismatch(
+    context: zmq.Context[zmq.Socket[bytes]], by: str
+) -> None:
+    async with scripted_fleet(context) as (engines, (publisher,), gateway):
+        kv, worker = gateway.gateway.kv, worker_of(engines[0])
+        parity = gateway.gateway.services.prefixes.parity = Parity(
+            kv, gateway.gateway.kv_metrics.mismatch, check_after_s=1.0 * TIME_SCALE
+        )
+        publisher.publish(stored([99_999, *PROMPT]))
+        await known(gateway, engines[0], BLOCKS)
+        for at in range(MISMATCHES_IN_A_ROW):
+            await generate(
+                gateway, [100 * at + 10_000 + token for token in PROMPT], headers={"x-forebay-worker": worker}
+            )
+        timers = parity._timers[worker]
+        assert len(timers) == MISMATCHES_IN_A_ROW
+        if by == "the engine":
+            publisher.publish(AllBlocksCleared())
+        else:
+            path = "/flush_cache" if by == "a flush" else "/update_weights_from_disk"
+            assert (await call(gateway.address, path, {})).status == 200
+        await known(gateway, engines[0], 0)
+        publisher.publish(stored([99_998, *PROMPT], first_name=100))
+        await known(gateway, engines[0], BLOCKS)
+        await until(lambda: not parity._timers.get(worker), "compared, or not")
+        assert not parity._in_a_row.get(worker)
+        # An engine whose weights were changed may go on holding blocks that it will not announce again.
+        await generate(gateway, [20_000 + token for token in PROMPT], headers={"x-forebay-worker": worker})
+        assert bool(parity._timers.get(worker)) is (by != "an update")
 
 
 async def test_field_case_58_one_prompt_that_agrees_ends_the_check(
