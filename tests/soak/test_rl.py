@@ -1,0 +1,47 @@
+"""Pauses, flushes and new weights under load: small in every test run, large in ``make soak``."""
+
+import os
+from random import SystemRandom
+from typing import Literal
+
+import pytest
+
+from tests.fakes.running import TIME_SCALE
+from tests.soak.rl_run import soak
+
+SEED = int(os.environ.get("SOAK_SEED", "0")) or SystemRandom().randrange(1, 1_000_000)
+SECONDS = float(os.environ.get("SOAK_SECONDS", "300"))
+SMALL_S = 6.0
+SHOWN = 5
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """Without debug mode, in which the samplers would be the slowest part."""
+    return "asyncio"
+
+
+async def _soak(kind: Literal["sglang", "vllm"], seconds: float) -> None:
+    print(f"SOAK_SEED={SEED} SOAK_SECONDS={seconds:g} {kind}")
+    report = await soak(kind, seconds, SEED)
+    print(report.finishes, report.actions, f"{report.hits} hits, {report.firsts} firsts")
+    if report.problems:
+        shown = "\n\n".join(report.problems[:SHOWN])
+        pytest.fail(f"SOAK_SEED={SEED}: {len(report.problems)} problems, the first are\n{shown}", pytrace=False)
+    # What was to be seen was there.
+    assert report.finishes["length"] > report.finishes["abort"] > 0
+    assert report.hits > 0
+    assert report.firsts > 0
+
+
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+@pytest.mark.timeout(120 * TIME_SCALE)
+async def test_a_short_rollout(kind: Literal["sglang", "vllm"]) -> None:
+    await _soak(kind, SMALL_S)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+@pytest.mark.timeout(7200 * TIME_SCALE)
+async def test_a_long_rollout(kind: Literal["sglang", "vllm"]) -> None:
+    await _soak(kind, SECONDS)
