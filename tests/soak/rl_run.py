@@ -71,7 +71,8 @@ class Trainer:
         ]  # fmt: skip
 
     async def run(self) -> None:
-        """One thing after the other, a second each; ends with a whole step."""
+        """One thing after the other, a second each; begins and ends with a whole step."""
+        await self._step()
         while not self.is_over:
             action = self._rng.choice(self._actions)
             self._report.actions[action.__name__.strip("_")] += 1
@@ -224,7 +225,7 @@ async def soak(kind: Literal["sglang", "vllm"], seconds: float, seed: int) -> Re
             engine = SimulatedEngine(
                 EngineOptions(
                     engine=kind, model="model", page_size=BLOCK, kv_events=ANY_PORT, replay=ANY_PORT,
-                    inter_token_ms=4.0, weight_version="0", dev_mode=True,
+                    inter_token_ms=8.0, weight_version="0", dev_mode=True,
                 )
             )  # fmt: skip
             await engine.start()

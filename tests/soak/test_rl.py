@@ -11,7 +11,7 @@ from tests.soak.rl_run import soak
 
 SEED = int(os.environ.get("SOAK_SEED", "0")) or SystemRandom().randrange(1, 1_000_000)
 SECONDS = float(os.environ.get("SOAK_SECONDS", "300"))
-SMALL_S = 6.0
+SMALL_S = 5.0
 SHOWN = 5
 
 
@@ -28,10 +28,11 @@ async def _soak(kind: Literal["sglang", "vllm"], seconds: float) -> None:
     if report.problems:
         shown = "\n\n".join(report.problems[:SHOWN])
         pytest.fail(f"SOAK_SEED={SEED}: {len(report.problems)} problems, the first are\n{shown}", pytrace=False)
-    # What was to be seen was there.
-    assert report.finishes["length"] > report.finishes["abort"] > 0
+    # What was to be seen was there; a short one on a slow machine may not get to an abort in time.
+    assert report.finishes["length"] > report.finishes["abort"]
     assert report.hits > 0
     assert report.firsts > 0
+    assert report.finishes["abort"] > 0 or seconds <= SMALL_S
 
 
 @pytest.mark.parametrize("kind", ["sglang", "vllm"])
