@@ -64,14 +64,16 @@ def cases(*, sglang: bool, model: str) -> list[Case]:
         chat: Body = {**plain, "messages": [{"role": "user", "content": "Say something about the weather"}]}
         text: Body = {**plain, "prompt": "One two three four five"}
         several: Body = {**native, "sampling_params": {**greedy, "n": 2}}
+        # vLLM refuses greedy samples; of one seed its samples have one each.
+        two: Body = {"n": 2} if sglang else {"n": 2, "temperature": 1, "seed": 7}
         batch = ["Hello world", "how are you", "One two three"]
         found += [
-            Case(f"generate, {kind}", "/generate", native, is_cancelled=sglang),
-            Case(f"generate, {kind}, n = 2", "/generate", several),
+            Case(f"generate, {kind}", "/generate", native, is_cancelled=sglang, is_alone=not sglang),
+            Case(f"generate, {kind}, n = 2", "/generate", several, is_alone=not sglang),
             Case(f"chat, {kind}", "/v1/chat/completions", chat, is_cancelled=True),
-            Case(f"chat, {kind}, n = 2", "/v1/chat/completions", {**chat, "n": 2}),
+            Case(f"chat, {kind}, n = 2", "/v1/chat/completions", {**chat, **two}),
             Case(f"completions, {kind}", "/v1/completions", text, is_cancelled=not sglang),
-            Case(f"completions, {kind}, n = 2", "/v1/completions", {**text, "n": 2}, is_cancelled=True),
+            Case(f"completions, {kind}, n = 2", "/v1/completions", {**text, **two}, is_cancelled=True),
             Case(f"completions, {kind}, batch of 3", "/v1/completions", {**text, "prompt": batch}, is_alone=not sglang),
         ]
         if sglang:
