@@ -167,6 +167,7 @@ class Gateway:
                 sse_keepalive_s=settings.sse_keepalive_s,
                 folds_unary=settings.upstream_mode == "incremental",
                 native_n=settings.native_n,
+                native_increments=settings.native_increments,
                 time=TimeLimits(
                     settings.request_timeout_s or 0.0,
                     settings.first_token_timeout_s or 0.0,

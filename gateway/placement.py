@@ -236,7 +236,7 @@ def _place_native(
     native = native_answer(
         plan,
         envelope,
-        is_incremental=_streams_deltas(services.fleet, member.model_id),
+        is_incremental=services.limits.native_increments or _streams_deltas(services.fleet, member.model_id),
         weight_version=facts.weight_version,
     )
     return _placed(

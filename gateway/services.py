@@ -37,6 +37,7 @@ class Limits:
         sse_keepalive_s: Silence after which a comment is sent to a streaming client, 0 for never.
         folds_unary: Engines are asked to stream for unary clients too, and the events folded.
         native_n: Unary requests for several samples go to the engine as they are.
+        native_increments: Events of native requests on vLLM hold what is new.
         time: Time limits of a request.
         pair_times: Durations of a request over a prefill and a decode worker.
         overlap: When decode is sent, where it need not wait for prefill's end.
@@ -49,6 +50,7 @@ class Limits:
     sse_keepalive_s: float = 0.0
     folds_unary: bool = False
     native_n: bool = False
+    native_increments: bool = False
     time: TimeLimits = NO_LIMITS
     pair_times: PairTimes = field(default_factory=PairTimes)
     overlap: Overlap = Overlap.HEADERS

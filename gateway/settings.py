@@ -120,6 +120,9 @@ class Settings(BaseModel):
     stall_timeout_s: OptionalDeadline = declare(None, "longest silence of an engine inside an answer", "s", "off")
     upstream_client: Literal["httptools", "httpx"] = declare("httptools", "HTTP client towards engines")
     native_n: bool = declare(False, "leave n > 1 to the engine everywhere, in place of one request a choice")
+    native_increments: bool = declare(
+        False, "events of /generate from vLLM workers hold what is new, as where SGLang workers of the model do so"
+    )
     connect_timeout_s: Deadline = declare(5.0, "longest wait for a connection to a worker", "s")
     prefill_header_timeout_s: Deadline = declare(30.0, "longest wait for a prefill worker's answer to start", "s")
     handoff_drain_timeout_s: Deadline = declare(

@@ -482,6 +482,14 @@ async def test_a_stream_without_its_end_is_cut() -> None:
         assert (await gateway.record()).outcome == "truncated"
 
 
+async def test_events_may_hold_what_is_new() -> None:
+    for is_incremental, last in ((False, [3, 4]), (True, [4])):
+        async with scripted(native_increments=is_incremental) as ([stage], gateway), asyncio.TaskGroup() as group:
+            client = await begun(group, gateway, stream=True)
+            await (await stage.turn()).stream(event(3), event(4, finish="length"), DONE)
+            assert [one["output_ids"] for one in payloads((await client).body)] == [[3], last]
+
+
 async def test_a_silent_stream_gives_signs_of_life() -> None:
     async with scripted(sse_keepalive_s=0.05) as ([stage], gateway), asyncio.TaskGroup() as group:
         client = await begun(group, gateway, input_ids=[[5], [6]], stream=True)
