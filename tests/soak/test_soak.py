@@ -38,7 +38,7 @@ async def _soak(requests: int, seed: int, scene: Scene, directory: Path) -> None
         pytest.fail(f"SOAK_SEED={seed}: {len(report.problems)} problems, the first are\n{shown}", pytrace=False)
     assert report.outcomes["complete"] > requests / 3, f"SOAK_SEED={seed}: {report}"
     if scene.trouble is PAIR_TROUBLE:
-        assert report.paired > requests / 2, f"SOAK_SEED={seed}: {report}"
+        assert report.paired > requests / 3, f"SOAK_SEED={seed}: {report}"
     if requests >= 10_000:
         assert report.growth_bytes < MAX_GROWTH_BYTES, f"SOAK_SEED={seed}: {report}"
 
