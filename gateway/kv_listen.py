@@ -309,7 +309,11 @@ class KvListener:
         except WorkerSpecError as exc:
             raise OfferRefused(404, "relay_unknown_worker", f"{hello.worker_url!r} is no worker: {exc}") from exc
         if member is None:
-            raise OfferRefused(404, "relay_unknown_worker", f"there is no worker {hello.worker_url} here")
+            raise OfferRefused(
+                404,
+                "relay_unknown_worker",
+                f"there is no worker {hello.worker_url} here; add it, or correct --worker-url",
+            )
         return member
 
     def _attach(self, relay: Relay, member: Member, dp_rank: int, block_size: int | None) -> RelayedRank:

@@ -236,6 +236,8 @@ class RelayProcess:
             self._execute(self._machine.on_lost(str(exc)))
             return
         listed = ", ".join(map(str, node.ranks)) or "none"
+        if not node.sources:
+            logger.warning("the engine publishes no KV events (--kv-events-config): there is nothing to relay")
         logger.info("relays ranks %s of %s as its %s", listed, worker_url, "leader" if node.is_leader else "follower")
         self._spawn("event wire", self._run_feed(self.feed))
         if node.is_leader and self._config.registers:

@@ -261,7 +261,9 @@ def _url(flag: str, text: str) -> str:
     try:
         return normalize_worker_url(text)
     except WorkerSpecError as exc:
-        raise SettingsRefused(f"{flag}: {exc}") from exc
+        # It takes the address for that of a worker.
+        why = str(exc).removeprefix(f"worker {text!r}: ")
+        raise SettingsRefused(f"{flag}: {text!r}: {why}") from exc
 
 
 def _nearest(name: str, spelling: Callable[[_Option], str]) -> str:

@@ -294,6 +294,13 @@ async def test_a1_9_other_workers_may_do_what_they_like(node: Node) -> None:
         assert relay.process.not_ready() == ""
 
 
+async def test_a_leader_that_publishes_nothing_is_told_of(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    node.tell(node_rank=0, kv_event_sources=[])
+    async with running_relay(node.config()) as relay:
+        await until(lambda: is_in(relay, Phase.RELAY), "it relays")
+    assert "publishes no KV events (--kv-events-config)" in caplog.text
+
+
 async def test_a1_10_an_engine_that_goes_ends_it(node: Node) -> None:
     async with ready_relay(node) as relay:
         node.engine.pages["GET /server_info"] = None

@@ -60,7 +60,8 @@ def options(number: int, address: str) -> EngineOptions:
 async def group_of_two() -> AsyncIterator[Group]:
     """Both nodes, running."""
     with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+        # By name, as operators write it; sockets are bound to numbers only.
+        address = f"localhost:{free.getsockname()[1]}"
     made = Group([SimulatedEngine(options(number, address)) for number in range(2)])
     try:
         for node in made.nodes:
