@@ -70,13 +70,13 @@ async def _explained(services: Services, route: Route, envelope: Envelope) -> di
     try:
         model = fleet.model_of(envelope.model)
     except RoutingError as exc:
-        return {**answer, "candidates": _left_out(services, None, set()), "reason": report_of(exc).message}
+        return {**answer, "candidates": _left_out(services, envelope, None, set()), "reason": report_of(exc).message}
     if fleet.has_vllm and route.path == "/generate":
         envelope = await ready_for_vllm(services, envelope, model, asks_engines=False)
     try:
         is_alone, pools = _eligible(services, route, envelope, model)
     except (RoutingError, GatewayError) as exc:
-        return {**answer, "candidates": _left_out(services, model, set()), "reason": report_of(exc).message}
+        return {**answer, "candidates": _left_out(services, envelope, model, set()), "reason": report_of(exc).message}
     request = await _request(services, route, envelope, model, pools)
     # A copy, so that explaining draws no random numbers and takes no turn of the real policy.
     pairs = copy.deepcopy(services.pairs)
@@ -94,7 +94,7 @@ async def _explained(services: Services, route: Route, envelope: Envelope) -> di
     return {
         **answer,
         "chosen": _chosen(choice, listed),
-        "candidates": [*listed, *_left_out(services, model, taken)],
+        "candidates": [*listed, *_left_out(services, envelope, model, taken)],
         "blocks_hashed": max((len(prompt.sequence_hashes) for prompt in request.prompts.values()), default=0),
         "reason": reason,
     }
@@ -154,12 +154,13 @@ def _chosen(choice: Alone | Paired | None, listed: Sequence[dict[str, object]]) 
     return {**entry(choice.decode), "prefill": entry(choice.prefill)}
 
 
-def _left_out(services: Services, model: str | None, taken: set[str]) -> list[dict[str, object]]:
+def _left_out(services: Services, envelope: Envelope, model: str | None, taken: set[str]) -> list[dict[str, object]]:
     """The workers of which no rank may take the request.
 
     Args:
         services: Holds the fleet.
-        model: The request's, ``None`` if it has none that is served.
+        envelope: The request.
+        model: Its model, ``None`` if it has none that is served.
         taken: The other workers.
     """
     return [
@@ -173,20 +174,22 @@ def _left_out(services: Services, model: str | None, taken: set[str]) -> list[di
             "active_prefill_tokens": sum(load.prefill_tokens for load in member.loads),
             "in_flight": member.in_flight,
             "cost": None,
-            "excluded": _why_left_out(services, member, model),
+            "excluded": _why_left_out(services, envelope, member, model),
         }
         for member in services.fleet
         if member.worker.id not in taken
     ]
 
 
-def _why_left_out(services: Services, member: Member, model: str | None) -> str:
+def _why_left_out(services: Services, envelope: Envelope, member: Member, model: str | None) -> str:
     fleet = services.fleet
     reason = fleet.reason(member)
     if reason != WorkerState.READY:
         return member.detail or reason
     if model is None or model not in member.names:
         return "serves another model"
+    if (version := envelope.min_weight_version) is not None and not fleet.has_weights(member.worker.id, version):
+        return f"has no weights of version {version} or later"
     if not fleet.is_let_through(member.worker.id, services.clock()):
         return "has failed its last requests, and is left alone for a moment"
     if member.loads and all(load.is_full for load in member.loads):

@@ -108,6 +108,12 @@ async def test_where_nobody_has_them_that_is_told() -> None:
         pinned = await ask(gateway, 7, **{"x-forebay-worker": id_of(engines[1])})
         assert pinned.status == 503
         assert not engines[0].log.requests_to("/v1/chat/completions")
+        explained = (await call(gateway.address, "/route/explain", CHAT, headers={MINIMUM: "7"})).json()
+        assert explained["chosen"]["worker_id"] == id_of(engines[0])
+        assert {one["worker_id"]: one["excluded"] for one in explained["candidates"]} == {
+            id_of(engines[0]): None,
+            id_of(engines[1]): "has no weights of version 7 or later",
+        }
 
 
 @pytest.mark.parametrize("value", ["", "x", "-1", "1.5", "0x7", "7 8", "9" * 65])
