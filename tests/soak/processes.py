@@ -41,6 +41,8 @@ PAIR_OPTIONS = {
     "--prefill-header-timeout-s": str(4.0 * TIME_SCALE),
     "--prefill-hold-timeout-s": str(4.0 * TIME_SCALE),
     "--handoff-drain-timeout-s": str(2.0 * TIME_SCALE),
+    # A control route may still wait for a worker that was killed, and is given the whole of it.
+    "--drain-timeout-s": str(10.0 * TIME_SCALE),
     "--handoff-max-age-s": str(3.0 * TIME_SCALE),
 }
 # How long prefill keeps what nobody fetches, and how long one half of a pair waits for the other.
