@@ -89,9 +89,10 @@ def _native(last: dict[str, Any]) -> Sampled:
 def _completion(parts: Sequence[dict[str, Any]]) -> Sampled:
     choices = [choice for part in parts for choice in part["choices"]]
     finishes = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
-    (usage,) = [part["usage"] for part in parts if part.get("usage")]
+    # A stream that is aborted before its first token has no usage.
+    tokens = sum(part["usage"]["completion_tokens"] for part in parts if part.get("usage"))
     (finish,) = finishes
-    return Sampled("".join(choice["text"] for choice in choices), usage["completion_tokens"], finish)
+    return Sampled("".join(choice["text"] for choice in choices), tokens, finish)
 
 
 def prompt_of(group: int) -> list[int]:
