@@ -89,9 +89,10 @@ def _native(last: dict[str, Any]) -> Sampled:
 def _completion(parts: Sequence[dict[str, Any]]) -> Sampled:
     choices = [choice for part in parts for choice in part["choices"]]
     finishes = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
-    # A stream that is aborted before its first token has no usage.
-    tokens = sum(part["usage"]["completion_tokens"] for part in parts if part.get("usage"))
-    (finish,) = finishes
+    (usage,) = [part["usage"] for part in parts if part.get("usage")]
+    tokens = usage["completion_tokens"]
+    # Of a stream that is aborted before its first token vLLM sends the usage alone.
+    (finish,) = finishes or (["abort"] if tokens == 0 else [])
     return Sampled("".join(choice["text"] for choice in choices), tokens, finish)
 
 
