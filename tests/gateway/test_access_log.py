@@ -66,7 +66,8 @@ def test_a_text_line_says_everything() -> None:
     assert format_text(RECORD) == (
         b"time=2023-11-14T22:13:20.123Z method=POST route=/generate path=/generate status=200 outcome=complete "
         b"request_id=req-1 engine_ids=e1,e2 worker=127.0.0.1:30000 dp_rank=1 "
-        b"prefill_worker=127.0.0.1:30001 prefill_dp_rank=2 attempts=2 stream=true model=org/m prompt_tokens=10 completion_tokens=20 cached_tokens=0 tokens_seen_estimate=19 bytes_in=100 bytes_out=2000 "
+        b"prefill_worker=127.0.0.1:30001 prefill_dp_rank=2 attempts=2 stream=true model=org/m "
+        b"prompt_tokens=10 completion_tokens=20 cached_tokens=0 tokens_seen_estimate=19 bytes_in=100 bytes_out=2000 "
         b'duration_s=1.234568 first_byte_s=0.100000 queue_s=0.500000 error="it broke"\n'
     )
 
