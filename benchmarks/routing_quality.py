@@ -51,7 +51,8 @@ def policy_of(name: str, seed: int) -> Router:
         ValueError: There is no such policy.
     """
     base, *weights = name.split(":")
-    scale, recompute = [*map(float, weights), *(DEFAULT_COST.prefill_load_scale, 0.0)[len(weights) :]]
+    defaults = (DEFAULT_COST.prefill_load_scale, DEFAULT_COST.recompute_weight)
+    scale, recompute = [*map(float, weights), *defaults[len(weights) :]]
     parameters = CostParameters(prefill_load_scale=scale, recompute_weight=recompute)
     return make_policy(KvAware.name if base == ORACLE else base, seed, parameters)
 

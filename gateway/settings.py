@@ -92,7 +92,9 @@ class Settings(BaseModel):
         1.0, "blocks in use that one block of prefill is worth to policies that go by cost", "blocks"
     )
     kv_recompute_weight: Weight = declare(
-        0.0, "further blocks of prefill that each block counts for them that a worker must compute anew", "blocks"
+        16.0,
+        "further blocks that each block counts for them that a worker would compute anew though another has it",
+        "blocks",
     )
     kv_temperature: Weight = declare(0.0, "how freely they draw among costs; 0 takes the lowest")
     upstream_mode: Literal["match", "incremental"] = declare(

@@ -15,8 +15,8 @@ class CostParameters:
         overlap_score_credit_decay: How fast the savings lose weight on a rank that has more prefill to do than others,
             counted in prompts as long as this one; 0 for never.
         prefill_load_scale: Decode blocks that one block of prefill is worth; 0 ignores prefill, and with it the cache.
-        recompute_weight: Further blocks that each block counts for which must be computed for the request itself:
-            waiting for others' prefill delays one request, computing delays all that come behind it.
+        recompute_weight: Further blocks that each block counts for that a rank would compute anew though another one
+            has it: waiting for others' prefill delays one request, computing delays all that come behind it.
         host_cache_hit_weight: What a block saves that must come from host memory.
         disk_cache_hit_weight: The same for disk and remote storage.
         shared_cache_multiplier: The same for a cache that all workers share; 0 without one, 0.5 is usual.
@@ -28,7 +28,7 @@ class CostParameters:
     overlap_score_credit: float = 1.0
     overlap_score_credit_decay: float = 0.0
     prefill_load_scale: float = 1.0
-    recompute_weight: float = 0.0
+    recompute_weight: float = 16.0
     host_cache_hit_weight: float = 0.75
     disk_cache_hit_weight: float = 0.25
     shared_cache_multiplier: float = 0.0
@@ -124,11 +124,26 @@ def placement_cost(
     if parameters.track_prefill_tokens:
         raw_prefill = (active_prefill_tokens + prompt_tokens) / block_size
         prefill_term = raw_prefill - credit if raw_prefill > credit else 0.0
-        if parameters.recompute_weight:
-            prefill_term += parameters.recompute_weight * max(0.0, prompt_tokens / block_size - credit)
         prefill_term *= parameters.prefill_load_scale
         total = prefill_term + decode_blocks + request_term
     else:
         raw_prefill = prefill_term = 0.0
         total = max(0.0, decode_blocks - credit) + request_term
     return total, raw_prefill, credit, prefill_term, decode_blocks, request_term
+
+
+def with_recompute(
+    parameters: CostParameters, cost: tuple[float, float, float, float, int, float], blocks: float
+) -> tuple[float, float, float, float, int, float]:
+    """A cost with what counts for blocks that would be computed anew.
+
+    Where nobody has anything cached, and for who has most, it is what it was.
+
+    Args:
+        parameters: Weights.
+        cost: What ``placement_cost`` says.
+        blocks: How many fewer the cache saves here than where it saves most.
+    """
+    total, raw_prefill, credit, prefill_term, decode_blocks, request_term = cost
+    term = parameters.prefill_load_scale * parameters.recompute_weight * blocks
+    return total + term, raw_prefill, credit, prefill_term + term, decode_blocks, request_term

@@ -5,7 +5,7 @@ import random
 from collections.abc import Sequence
 from typing import Final
 
-from routers.cost import DEFAULT_COST, Cost, CostParameters, placement_cost
+from routers.cost import DEFAULT_COST, Cost, CostParameters, placement_cost, with_recompute
 from routers.explain import Explained, explain_load
 from routers.least_loaded import LeastLoaded
 from routers.types import BlockGroup, Candidate, Placement, PromptBlocks, RouteRequest
@@ -16,6 +16,7 @@ CROWDED_TIMES_MEAN: Final = 1.5
 CROWDED: Final = "crowded"
 
 _Parts = tuple[float, float, float, float, int, float]
+_CREDIT: Final = Cost._fields.index("credit_blocks")
 
 
 class KvAware:
@@ -88,8 +89,10 @@ class KvAware:
         one of 16; where a candidate is passed over, infinity.
         """
         parameters = self._parameters
-        totals: list[float] = []
         costs: list[_Parts] = []
+        saved: list[float] = []
+        sizes: list[int] = []
+        is_crowded: list[bool] = []
         smallest = _smallest_block(request)
         mean = sum([candidate.load.in_flight for candidate in candidates]) / len(candidates)
         crowded = max(mean + CROWDED_ABOVE_MEAN, mean * CROWDED_TIMES_MEAN)
@@ -125,10 +128,19 @@ class KvAware:
                 on_disk,
             )
             costs.append(cost)
-            if load.in_flight >= crowded and on_device + on_host + on_disk:
-                totals.append(math.inf)
-            else:
-                totals.append(cost[0] if block_size == smallest else cost[0] * block_size / smallest)
+            saved.append(cost[_CREDIT] * block_size)
+            sizes.append(block_size)
+            is_crowded.append(load.in_flight >= crowded and on_device + on_host + on_disk > 0)
+        most = max(saved)
+        if most and parameters.recompute_weight and parameters.track_prefill_tokens:
+            costs = [
+                with_recompute(parameters, cost, (most - tokens) / size) if tokens < most else cost
+                for cost, tokens, size in zip(costs, saved, sizes, strict=True)
+            ]
+        totals = [
+            math.inf if is_full else cost[0] * size / smallest
+            for cost, size, is_full in zip(costs, sizes, is_crowded, strict=True)
+        ]
         return totals, costs
 
     def _cheapest(self, totals: list[float], candidates: Sequence[Candidate]) -> int:

@@ -27,7 +27,7 @@ from kv_events.index import CAPACITY_SLACK, DEFAULT_CAPACITY_BLOCKS
 from kv_events.orphans import MAX_BYTES, MAX_EVENTS
 from kv_events.sequence import SourceState
 from routers.assumed import APPROXIMATE_TTL_S, MAX_ASSUMPTIONS, MAX_BLOCKS
-from routers.cost import DEFAULT_COST, CostParameters, placement_cost
+from routers.cost import DEFAULT_COST, CostParameters, placement_cost, with_recompute
 from routers.errors import NoSuchRank, RoutingError
 from routers.kv_aware import CROWDED_ABOVE_MEAN, CROWDED_TIMES_MEAN
 from routers.prefix_approximate import CHUNK_BYTES
@@ -286,9 +286,15 @@ def test_every_state_of_a_source_is_documented() -> None:
     assert sorted(documented) == sorted(SourceState)
 
 
+def test_the_worked_example_of_what_another_has() -> None:
+    plain = placement_cost(DEFAULT_COST, 16, 200, 0, 0, 12, 0, 0)
+    assert with_recompute(DEFAULT_COST, plain, 6.0)[0] == 120.5
+    assert "24.5 + 16 * 6 = 120.5" in KV_ROUTING
+
+
 @pytest.mark.parametrize(
     ("active_tokens", "decode_blocks", "cached", "said"),
-    [(0, 12, 0, "24.5"), (0, 12, 6, "18.5"), (100, 19, 6, "31.75")],
+    [(0, 12, 0, "24.5"), (0, 12, 6, "18.5")],
 )
 def test_the_worked_example_of_the_cost(active_tokens: int, decode_blocks: int, cached: int, said: str) -> None:
     total = placement_cost(DEFAULT_COST, 16, 200, active_tokens, 0, decode_blocks, 0, cached)[0]

@@ -60,10 +60,6 @@ async def test_the_loop_of_the_guide_runs() -> None:
 
 # --- groups
 
-# What a worker must compute anew weighs more than its load, without which the two are equal until a prompt is computed.
-FOR_GROUPS: dict[str, Any] = {"kv_recompute_weight": 4.0}
-
-
 async def at_once(f: Fleet, body: Any, count: int) -> list[Answer]:
     """The answers to so many equal requests in parallel."""
     async with asyncio.TaskGroup() as group:
@@ -80,7 +76,7 @@ def prompt_of(group: int) -> list[int]:
 async def test_groups_land_together(way: str) -> None:
     """The second sample comes long before the first one's blocks are announced."""
     groups, samples = 6, 4
-    async with fleet(3, inter_token_ms=5.0, prefill_tokens_per_s=20_000.0, gateway=FOR_GROUPS) as f:
+    async with fleet(3, inter_token_ms=5.0, prefill_tokens_per_s=20_000.0) as f:
 
         async def ask(group: int) -> list[Answer]:
             sampling: dict[str, Any] = {"max_new_tokens": 8, "ignore_eos": True}
@@ -103,7 +99,7 @@ async def test_groups_land_together(way: str) -> None:
 
 async def test_a_group_that_is_too_large_for_one_worker_is_spread() -> None:
     """The imbalance guard: four requests, and half as many again, above the mean are too many."""
-    async with fleet(3, inter_token_ms=20.0, gateway=FOR_GROUPS) as f:
+    async with fleet(3, inter_token_ms=20.0) as f:
         body = {"input_ids": prompt_of(0), "sampling_params": {"max_new_tokens": 30, "ignore_eos": True}}
         answers = await at_once(f, body, 30)
         assert {answer.status for answer in answers} == {200}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from routers.cost import DECODE_COST, DEFAULT_COST, PREFILL_COST, Cost, CostParameters, placement_cost
+from routers.cost import DECODE_COST, DEFAULT_COST, PREFILL_COST, Cost, CostParameters, placement_cost, with_recompute
 
 # A rank with 320 tokens to prefill and 50 blocks in use once the prompt of 200 tokens is there; 6 of its 12 blocks
 # are cached. Raw prefill is (320 + 200) / 16 = 32.5.
@@ -77,11 +77,6 @@ def test_a9_1_worked_examples(prompt_tokens: int, cached: int, total: float, pre
                      20.5 - 1 / 13 + 50, id="decay of less than a block"),
         pytest.param({"prefill_load_scale": 2.0}, {}, 53 + 50, id="prefill weighs double"),
         pytest.param({"prefill_load_scale": 0.0}, {}, 50, id="prefill does not count"),
-        # 12.5 - 6 blocks are the request's own.
-        pytest.param({"recompute_weight": 2.0}, {}, 26.5 + 13 + 50, id="computing anew counts thrice"),
-        pytest.param({"recompute_weight": 2.0}, {"device_blocks": 14}, 18.5 + 50, id="nothing to compute anew"),
-        pytest.param({"recompute_weight": 2.0, "prefill_load_scale": 3.0}, {}, 79.5 + 39 + 50, id="and is scaled"),
-        pytest.param({"recompute_weight": 2.0, "track_prefill_tokens": False}, {}, 44, id="but not on decode ranks"),
         pytest.param({"decode_active_request_weight": 1.5}, {}, 26.5 + 50 + 4.5, id="requests count"),
         pytest.param({"track_active_blocks": False}, {}, 26.5, id="blocks in use do not count"),
         pytest.param({"track_prefill_tokens": False}, {}, 44, id="decode with credit"),
@@ -106,6 +101,13 @@ def test_parts_make_the_total() -> None:
     }
 
 
+def test_blocks_that_others_have_count_more() -> None:
+    found = placement_cost(CostParameters(), **BUSY)
+    parameters = CostParameters(recompute_weight=2.0, prefill_load_scale=3.0)
+    assert with_recompute(parameters, found, 5.0) == (106.5, 32.5, 6.0, 56.5, 50, 0.0)
+    assert with_recompute(parameters, found, 0.0) == found
+
+
 def test_roles_of_a_pair() -> None:
     assert cost(PREFILL_COST) == 26.5
     assert cost(DECODE_COST) == cost(DECODE_COST, device_blocks=0, host_blocks=9, disk_blocks=9) == 50
@@ -116,7 +118,7 @@ def test_defaults_are_those_of_the_table() -> None:
         "overlap_score_credit": 1.0,
         "overlap_score_credit_decay": 0.0,
         "prefill_load_scale": 1.0,
-        "recompute_weight": 0.0,
+        "recompute_weight": 16.0,  # the one that the table does not have
         "host_cache_hit_weight": 0.75,
         "disk_cache_hit_weight": 0.25,
         "shared_cache_multiplier": 0.0,

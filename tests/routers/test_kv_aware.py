@@ -3,6 +3,7 @@
 import math
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,10 @@ from routers.types import BlockGroup, Candidate, PromptBlocks, RankKey, RouteReq
 
 GROUP = BlockGroup(EngineKind.SGLANG, 16)
 WIDE = BlockGroup(EngineKind.VLLM, 64)
+
+
+# The published weights alone, without what blocks count for that others have.
+PLAIN = CostParameters(recompute_weight=0.0)
 
 
 def ranks(count: int, group: BlockGroup | None = GROUP) -> list[Candidate]:
@@ -41,7 +46,7 @@ def request(tokens: int = 160, group: BlockGroup = GROUP, **tiers: Any) -> Route
 
 def chosen(candidates: list[Candidate], asked: RouteRequest, policy: KvAware | None = None) -> str:
     """Where it goes."""
-    return (policy or KvAware(random.Random(1))).select(asked, candidates).candidate.key.worker_id
+    return (policy or KvAware(random.Random(1), PLAIN)).select(asked, candidates).candidate.key.worker_id
 
 
 @pytest.mark.parametrize(
@@ -97,10 +102,35 @@ def test_what_a_cache_saves_loses_weight_where_most_prefill_waits() -> None:
     busy(candidates[1], blocks=6)
     assert chosen(candidates, request(device={"w0": 9})) == "w0"
     # 160 tokens behind, which is one prompt: half the credit is left.
-    decaying = KvAware(random.Random(1), CostParameters(overlap_score_credit_decay=1.0, prefill_load_scale=2.0))
+    decaying = KvAware(random.Random(1), replace(PLAIN, overlap_score_credit_decay=1.0, prefill_load_scale=2.0))
     costs = [one.parts.credit_blocks for one in decaying.explain(request(device={"w0": 9}), candidates) if one.parts]
     assert costs == [4.5, 0.0]
     assert chosen(candidates, request(device={"w0": 9}), decaying) == "w1"
+
+
+def test_what_one_has_is_not_lightly_computed_by_another() -> None:
+    candidates = ranks(3)
+    policy = KvAware(random.Random(1))
+    asked = request(device={"w0": 10, "w1": 2})
+    busy(candidates[0], blocks=135)  # against 16 blocks for each of the eight that the second would compute anew
+    assert chosen(candidates, asked, policy) == "w0"
+    assert [one.cost for one in policy.explain(asked, candidates)] == [145, 18 + 8 * 16, 20 + 160]
+    busy(candidates[0], blocks=2)
+    assert chosen(candidates, asked, policy) == "w1"
+    # Where nobody has anything, and for whoever has most, the cost is that of the published weights.
+    for one in (request(), request(device={"w2": 4})):
+        found, plain = (policy.explain(one, candidates), KvAware(random.Random(1), PLAIN).explain(one, candidates))
+        assert found[2] == plain[2]
+        assert (found == plain) is (one.prompts[GROUP].overlap.device == {})
+
+
+def test_samples_of_one_prompt_gather_while_the_first_is_computed() -> None:
+    candidates = ranks(4)
+    policy = KvAware(random.Random(1))
+    first = policy.select(request(), candidates).candidate
+    busy(first, tokens=160, blocks=10)
+    asked = request(device={first.key.worker_id: 10})  # as predicted
+    assert chosen(candidates, asked, policy) == first.key.worker_id
 
 
 def test_no_candidates() -> None:
@@ -236,7 +266,7 @@ def test_where_blocks_are_not_known_the_prompt_counts_in_full(group: BlockGroup 
 def test_explained_is_what_is_compared() -> None:
     candidates = ranks(2)
     busy(candidates[0], requests=8, tokens=32, blocks=4)
-    policy = KvAware(random.Random(1), CostParameters(decode_active_request_weight=1.0))
+    policy = KvAware(random.Random(1), replace(PLAIN, decode_active_request_weight=1.0))
     first, second = policy.explain(request(170, device={"w0": 3}), candidates)
     facts = {"block_size": 16, "prompt_tokens": 170, "least_prefill_tokens": 0}
     parameters = CostParameters(decode_active_request_weight=1.0)

@@ -53,8 +53,8 @@ def choose(asked: RouteRequest, there: Pools, *, short: int = 0, **more: Any) ->
             [rank("p0"), rank("p1")], [rank("d0")], request(p1=50), ("p1", "d0"), id="prefill where it is cached"
         ),
         pytest.param(
-            [rank("p0"), busy(rank("p1"), tokens=1600)], [rank("d0")], request(p1=50), ("p0", "d0"),
-            id="unless more is to be computed there",
+            [rank("p0"), busy(rank("p1"), tokens=16_000)], [rank("d0")], request(p1=50), ("p0", "d0"),
+            id="unless much more is to be computed there",
         ),
         pytest.param(
             [busy(rank("p0"), blocks=9999), busy(rank("p1"), tokens=16)], [rank("d0")], request(), ("p0", "d0"),
