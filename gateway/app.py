@@ -312,16 +312,17 @@ class Gateway:
             self._drains.spawn(self._drain(), "drain")
 
     async def _drain(self) -> None:
-        live = self.services.live
+        live, tails = self.services.live, self.services.tails
         deadline = asyncio.get_running_loop().time() + self.settings.drain_timeout_s
-        logger.info("draining: %d request(s) in flight", len(live))
+        logger.info("draining: %d request(s) in flight, %d prefill(s) that go on alone", len(live), len(tails))
         try:
             async with asyncio.timeout(self.settings.drain_timeout_s):
                 await live.wait_empty()
-                await self.services.tails.wait_empty()
+                await tails.wait_empty()
         except TimeoutError:
-            logger.warning("drain deadline: %d request(s) are stopped", len(live))
-            await self.services.tails.stop()
+            text = "drain deadline: %d request(s) and %d prefill(s) that go on alone are stopped"
+            logger.warning(text, len(live), len(tails))
+            await tails.stop()
             for request in live:
                 request.stop(Cause.SHUTDOWN)
             try:
@@ -330,7 +331,7 @@ class Gateway:
             except TimeoutError:
                 logger.warning("%d request(s) did not end in time", len(live))
         await self.fan_outs.aclose(max(deadline - asyncio.get_running_loop().time(), 0.0))
-        await self.services.tails.stop()
+        await tails.stop()
         await self.services.aborter.aclose(STOP_GRACE_S)
         self.drained.set()
 

@@ -15,7 +15,7 @@ from backends import pair_events as pair
 from backends.errors import AnswerMalformed, CallEnded, ConnectFailed, UpstreamError
 from backends.leg import Leg
 from backends.leg_events import Cause
-from backends.pair_types import Failure, PairState, Part, PrefillState
+from backends.pair_types import CALLED_OFF, Failure, PairState, Part, PrefillState
 from backends.prefill_events import PrefillReader, PrefillRefused, PromptReport
 from backends.types import EngineKind
 from backends.upstream.base import AnswerHead
@@ -190,7 +190,8 @@ class PairRun:
         if leg is None:
             return  # it could not be sent
         if isinstance(command, pair.EndLeg):
-            leg.end()
+            if not leg.is_detached:  # else its keeper sees to its end
+                leg.end()
         elif isinstance(command, pair.StopLeg):
             leg.cancel(command.cause, is_paused=self._is_paused(command.part))
         else:
@@ -259,8 +260,8 @@ class PairRun:
     async def _read_prefill(self, leg: Leg) -> None:
         try:
             event = await self._prefill_answer(leg)
-        except CallEnded:
-            return
+        except CallEnded:  # stopped from here, which the machine knows, or let go since no abort has ended it
+            self._report(pair.PrefillFailed(self._keeper.now(), CALLED_OFF))
         except Exception as exc:  # noqa: BLE001 -- it is logged where it is told apart
             self._report(pair.PrefillFailed(self._keeper.now(), self._failure(exc, Part.PREFILL)))
         else:
@@ -317,8 +318,8 @@ class PairRun:
         now = self._keeper.now
         try:
             rest = await reader.read()
-        except CallEnded:
-            return
+        except CallEnded:  # as with prefill
+            self._report(pair.DecodeFailed(now(), CALLED_OFF))
         except ConnectFailed as exc:
             member.lost_contact(str(exc))
             self._report(pair.DecodeUnsent(now()))
