@@ -97,7 +97,6 @@ async def test_a4_4_the_event_that_names_the_role_is_no_token() -> None:
     "last",
     [
         pytest.param(FINISH, id="finish reason"),
-        pytest.param(b'data: {"error":{"message":"out of blocks","code":500}}\n\n', id="error event"),
         pytest.param(b'data: {"choices":[],"usage":{"completion_tokens":1}}\n\n', id="usage"),
     ],
 )
@@ -109,6 +108,16 @@ async def test_a4_5_an_end_without_a_token_releases_it(last: bytes) -> None:
         await p.engine.send(HEAD, ROLE, last)
         await ended(leg)
         assert p.counters.abandoned == 0
+
+
+async def test_a4_5_an_error_is_no_sign_that_it_was_taken_over() -> None:
+    async with paired() as p:
+        leg = p.leg()
+        leg.cancel(Cause.CLIENT_GONE)
+        await p.engine.send(HEAD, ROLE, b'data: {"error":{"message":"out of blocks","code":500}}\n\n')
+        await eof(p.engine)
+        await ended(leg)
+        assert p.counters.abandoned == 1
 
 
 async def read_through(leg: Leg) -> None:

@@ -121,8 +121,7 @@ async def test_a2_3_native_answers_are_the_engines_own(
 ) -> None:
     body = {"sampling_params": SAMPLING, **NATIVE[name]}
     if simulated.options.engine == "vllm":
-        assert (await call(folding.address, "/generate", body)).status == 501
-        return
+        pytest.skip("translated, and asked for as their client asks: test_native_on_vllm.py")
     await assert_same(folding, simulated, "/generate", body)
     await folding.settle()
 

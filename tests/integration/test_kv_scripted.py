@@ -140,7 +140,7 @@ async def test_prompts_that_a_clearing_has_overtaken_are_no_mismatch(
     async with scripted_fleet(context) as (engines, (publisher,), gateway):
         kv, worker = gateway.gateway.kv, worker_of(engines[0])
         parity = gateway.gateway.services.prefixes.parity = Parity(
-            kv, gateway.gateway.kv_metrics.mismatch, check_after_s=1.0 * TIME_SCALE
+            kv, gateway.gateway.kv_metrics.mismatch, check_after_s=2.0 * TIME_SCALE
         )
         publisher.publish(stored([99_999, *PROMPT]))
         await known(gateway, engines[0], BLOCKS)

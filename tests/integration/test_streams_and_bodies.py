@@ -617,6 +617,7 @@ async def test_headers_are_filtered_both_ways(front: RunningGateway, scripted: S
     assert got == {
         "content-type": "text/event-stream" if is_stream else "application/json",
         "x-foo": "bar",
+        "x-forebay-weight-version": "default",
         "set-cookie": "a=1",
         "server-timing": "t;dur=1",
         "request-id": "engine",
