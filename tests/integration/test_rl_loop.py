@@ -60,6 +60,7 @@ async def test_the_loop_of_the_guide_runs() -> None:
 
 # --- groups
 
+
 async def at_once(f: Fleet, body: Any, count: int) -> list[Answer]:
     """The answers to so many equal requests in parallel."""
     async with asyncio.TaskGroup() as group:
