@@ -122,9 +122,10 @@ class Wire:
         self.writer.close()
 
     def reset(self) -> None:
-        """Leave with a RST."""
+        """Leave with a RST, if the other side has not closed yet."""
         sock: socket.socket = self.writer.get_extra_info("socket")
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        if sock.fileno() >= 0:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.writer.transport.abort()
 
 
