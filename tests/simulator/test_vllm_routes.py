@@ -241,9 +241,9 @@ async def test_metadata(start_engine: StartEngine) -> None:
 
 @pytest.mark.parametrize(("mode", "finish"), [("abort", "abort"), ("wait", "length"), ("keep", "length")])
 async def test_pause(start_engine: StartEngine, mode: str, finish: str) -> None:
-    engine = await started(start_engine, dev_mode=True, inter_token_ms=1)
+    engine = await started(start_engine, dev_mode=True, inter_token_ms=2)
     async with asyncio.TaskGroup() as group:
-        task = group.create_task(ask(engine.port, CHAT, body(CHAT, 30)))
+        task = group.create_task(ask(engine.port, CHAT, body(CHAT, 400)))  # longer than anything here may take
         await engine.wait_for(lambda e: e.running == 1)
         assert (await ask(engine.port, f"/pause?mode={mode}")).json() == {"status": "paused"}
         assert engine.running == (1 if mode == "keep" else 0)
