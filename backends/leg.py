@@ -235,6 +235,7 @@ class Leg:
                 self._release()
             elif isinstance(command, End):
                 self._keeper.ended(self, command)
+                self.on_abandoned = None  # whoever sent the leg holds it, and would hold itself
             elif isinstance(command, WakeAt):
                 self._keeper.wake(self, command.at)
             elif isinstance(command, Abort):

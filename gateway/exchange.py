@@ -281,7 +281,8 @@ class Exchange:
         if not self._public_id:
             header = self._request.by_name.get(b"x-request-id", b"")[:256].decode("latin-1")
             self._public_id = header if header and header.isprintable() else self._services.new_id()
-            self._relay.identity = lambda: [(b"x-request-id", header_value(self._public_id))]
+            name = header_value(self._public_id)
+            self._relay.identity = lambda: [(b"x-request-id", name)]
         return self._public_id
 
     async def _finish(self) -> None:

@@ -1,13 +1,15 @@
 """Requests over simulated prefill and decode workers have the answers of an engine that serves alone."""
 
+import gc
 import re
 from typing import Any
 
 import orjson
 import pytest
 
+from gateway.pair_run import PairRun
 from tests.fakes.pair_fleet import IDS, TEXT, PairFleet, pair_fleet
-from tests.fakes.running import TIME_SCALE
+from tests.fakes.running import TIME_SCALE, until
 from tests.fakes.wire import Answer
 
 _OWN = (
@@ -124,3 +126,18 @@ async def test_an_end_marker_alone_is_no_answer() -> None:
         assert (answer.status, answer.json()["error"]["type"]) == (502, "engine_error")
         assert (await f.gateway.record()).outcome == "engine_error"
         assert "forebay_handoff_abandoned_total 1.0" in (await f.gateway.client.get("/metrics")).text
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+async def test_nothing_of_a_request_waits_for_the_garbage_collector(engine: str) -> None:
+    """Mutation tried: a leg goes on holding what it tells of a lost handoff, which is the run that holds the leg."""
+    async with pair_fleet(engine=engine) as f:
+        body = {"model": f.alone.options.model, "prompt": TEXT, "max_tokens": 3, "n": 2, "stream": True}
+        gc.collect()
+        gc.disable()
+        try:
+            assert (await f.call("/v1/completions", body)).status == 200
+            await f.settle()
+            await until(lambda: not any(isinstance(one, PairRun) for one in gc.get_objects()), "no run is left")
+        finally:
+            gc.enable()
