@@ -9,9 +9,10 @@ from backends.leg import Leg
 from backends.leg_events import Cause
 from backends.slices import run
 from backends.sse import EventCutter
-from backends.upstream.base import AnswerHead, Headers
+from backends.upstream.base import AnswerHead
 from backends.vllm.native_request import refuses_text
 from gateway.answer import StreamAnswer, Verdict, first_data, passed_headers, unary_verdict
+from gateway.client_side import ClientSide
 from gateway.engine_errors import refusal_in
 from gateway.errors import EngineRefused, GatewayError, WorkerUnfit
 from gateway.placement import Placed
@@ -24,42 +25,15 @@ _ERROR_EVENT = b'data: {"error"'
 _DONE = b"data: [DONE]"
 
 
-class ClientSide(Protocol):
-    """Where the answer goes; see ``AnswerRelay``."""
-
-    status: int
-    events_seen: int
-    silent_since: float | None
-
-    @property
-    def keepalive_s(self) -> float:
-        """Silence after which the client gets a sign of life, 0 for never."""
-
-    @property
-    def end_after_error(self) -> bytes:
-        """What ends a stream behind an error event."""
-
-    async def begin_stream(self, head: AnswerHead) -> None:
-        """Send the head of a stream, if that has not been done."""
-
-    async def write(self, data: bytes) -> None:
-        """Send a piece."""
-
-    async def finish(self, data: bytes) -> None:
-        """Send the last piece."""
-
-    async def comment(self) -> None:
-        """Send a sign of life."""
-
-    async def send_whole(self, status: int, headers: Headers, body: bytes) -> None:
-        """Send a whole answer."""
+class _ClientSide(ClientSide, Protocol):
+    """The same, for streams that break off."""
 
     async def cut(self, answer: StreamAnswer, error: UpstreamError) -> Verdict:
         """The stream broke off: say so in the stream itself, unless the engine has."""
 
 
 async def forward_built(
-    client: ClientSide, placed: Placed, dialect: Dialect, limit_bytes: int, clock: Callable[[], float]
+    client: _ClientSide, placed: Placed, dialect: Dialect, limit_bytes: int, clock: Callable[[], float]
 ) -> Verdict:
     """Send the answer of an attempt of which ``build`` or ``native`` is set; see ``AnswerRelay.forward``.
 
@@ -92,7 +66,7 @@ async def forward_built(
 class _Stream:
     """Streams of all legs as the client's one stream; each waits for the client as it reads."""
 
-    def __init__(self, client: ClientSide, placed: Placed, limit_bytes: int, clock: Callable[[], float]) -> None:
+    def __init__(self, client: _ClientSide, placed: Placed, limit_bytes: int, clock: Callable[[], float]) -> None:
         assert placed.native is not None
         self._client = client
         self._placed = placed

@@ -10,6 +10,7 @@ from backends.pair_types import Failure
 from backends.slices import run as run_slices
 from backends.upstream.base import AnswerHead, Headers
 from gateway.answer import Usage, Verdict, passed_headers, unary_verdict
+from gateway.client_side import ClientSide
 from gateway.flat_logprobs import flat_builder, wants_flat
 from gateway.merge import merge
 from gateway.merge_stream import StreamMerge
@@ -22,41 +23,14 @@ from gateway.prompt_logprobs import PromptLogprobs
 _DONE = b"[DONE]"
 
 
-class ClientSide(Protocol):
-    """Where the answer goes; see ``AnswerRelay``."""
-
-    status: int
-    events_seen: int
-    silent_since: float | None
-
-    @property
-    def keepalive_s(self) -> float:
-        """Silence after which the client gets a sign of life, 0 for never."""
-
-    @property
-    def end_after_error(self) -> bytes:
-        """What ends a stream behind an error event."""
-
-    async def begin_stream(self, head: AnswerHead) -> None:
-        """Send the head of a stream, if that has not been done."""
-
-    async def write(self, data: bytes) -> None:
-        """Send a piece."""
-
-    async def finish(self, data: bytes) -> None:
-        """Send the last piece."""
-
-    async def comment(self) -> None:
-        """Send a sign of life."""
-
-    async def send_whole(self, status: int, headers: Headers, body: bytes) -> None:
-        """Send a whole answer."""
+class _ClientSide(ClientSide, Protocol):
+    """The same, where an engine names the rank that it ran on."""
 
     def with_rank(self, placed: PairAttempt, verdict: Verdict, data: bytes) -> Verdict:
         """The verdict with the rank that the engine says it ran on."""
 
 
-async def forward_pair(client: ClientSide, attempt: PairAttempt) -> Verdict:
+async def forward_pair(client: _ClientSide, attempt: PairAttempt) -> Verdict:
     """Send the answer of an attempt to its client; see ``AnswerRelay.forward``.
 
     Raises:
@@ -76,7 +50,7 @@ async def forward_pair(client: ClientSide, attempt: PairAttempt) -> Verdict:
 class _Relay:
     """One answer on its way."""
 
-    def __init__(self, client: ClientSide, attempt: PairAttempt) -> None:
+    def __init__(self, client: _ClientSide, attempt: PairAttempt) -> None:
         self._client = client
         self._attempt = attempt
         self._route = attempt.request.route
