@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: venv demo test test-parts test-sockets test-httpx check format bench soak lock clean
+.PHONY: venv demo test test-parts test-sockets test-httpx test-again check format bench soak lock clean
 .DEFAULT_GOAL := test
 
 venv: $(STAMP)
@@ -29,20 +29,32 @@ check: venv
 # All suites at once: they wait for timers and for each other's processes more than they compute.
 test: check
 	$(MAKE) --no-print-directory -j3 -O test-parts test-sockets test-httpx
+	$(MAKE) --no-print-directory test-again
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report --skip-covered
 
+# Each suite has a cache of its own, which says what failed; only failed tests (1) leave the verdict to `test-again`.
+SUITE = $(BIN)/pytest -q -o cache_dir=.pytest_cache/$(@:test-%=%) --cache-clear
+VERDICT = || [ $$? -eq 1 ]
+
 # Everything but whole gateways over sockets.
 test-parts: venv
-	COVERAGE_FILE=.coverage.parts $(BIN)/pytest -q --cov --cov-report= --ignore=tests/integration
+	COVERAGE_FILE=.coverage.parts $(SUITE) --cov --cov-report= --ignore=tests/integration $(VERDICT)
 
 test-sockets: venv
-	COVERAGE_FILE=.coverage.sockets $(BIN)/pytest -q --cov --cov-report= -p no:cacheprovider tests/integration
+	COVERAGE_FILE=.coverage.sockets $(SUITE) --cov --cov-report= tests/integration $(VERDICT)
 
 # Once more what goes over the upstream client, with the other one.
 OF_EVENTS := $(addprefix --ignore=tests/integration/test_,kv_listen.py kv_sources.py relay_processes.py two_nodes.py)
 test-httpx: venv
-	TEST_UPSTREAM_CLIENT=httpx $(BIN)/pytest -q -p no:cacheprovider $(OF_EVENTS) tests/integration
+	TEST_UPSTREAM_CLIENT=httpx $(SUITE) $(OF_EVENTS) tests/integration $(VERDICT)
+
+# What failed while three suites shared the cores is tried once more with the machine to itself, and then counts.
+AGAIN = test ! -e .pytest_cache/$(1)/v/cache/lastfailed || $(BIN)/pytest -q -o cache_dir=.pytest_cache/$(1) --lf --lfnf=none
+test-again: venv
+	$(call AGAIN,parts) tests
+	$(call AGAIN,sockets) tests/integration
+	TEST_UPSTREAM_CLIENT=httpx; export TEST_UPSTREAM_CLIENT; $(call AGAIN,httpx) tests/integration
 
 format: venv
 	$(BIN)/ruff format .

@@ -33,7 +33,7 @@ from tests.fakes.scripted_peer import Peer, PeerServer, peer_server
 CLIENTS: dict[str, Callable[..., UpstreamClient]] = {"h1": H1Client, "httpx": HttpxClient}
 TLS_DATA = Path(__file__).parent.parent.parent / "data" / "tls"
 # "At once": far below any time limit of either client.
-PROMPT_S = 0.5 * TIME_SCALE
+PROMPT_S = 2.0 * TIME_SCALE
 MIB = 1024 * 1024
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 CHUNKED = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
