@@ -312,6 +312,12 @@ def exposed(text: str) -> dict[str, set[str]]:
     return names
 
 
+def documented() -> dict[str, set[str]]:
+    """Metrics and their labels as the operators' page lists them: a family without samples shows none."""
+    rows = re.findall(r"^\| `(forebay_\w+)` \| \w+ \| (.*?) \|", (ROOT / "docs/operating.md").read_text("utf-8"), re.M)
+    return {name: set(re.findall(r"`(\w+)`", labels)) for name, labels in rows}
+
+
 async def test_the_dashboard_asks_for_what_the_gateway_has(engine: SimulatedEngine) -> None:
     async with running_gateway(engine.url) as running:
         body = {"text": "a", "sampling_params": {"max_new_tokens": 1}}
@@ -325,16 +331,14 @@ async def test_the_dashboard_asks_for_what_the_gateway_has(engine: SimulatedEngi
         labels = set(re.findall(r"(\w+)\s*=~?\"", query))
         for group in re.findall(r"by \((.*?)\)", query):
             labels |= set(WORD.findall(group))
-        known = {label for name in asked if name in query for label in names[name]}
+        known = {label for name in asked if name in query for label in names[name] | documented().get(name, set())}
         assert labels <= known | SCRAPE_LABELS, query
 
 
-def test_every_forebay_metric_of_a_request_is_on_the_dashboard() -> None:
+def test_every_metric_is_on_the_dashboard() -> None:
     text = " ".join(queries())
-    for name in ("requests_total", "request_duration_seconds", "time_to_first_byte_seconds", "in_flight_requests"):
-        assert f"forebay_{name}" in text
-    for name in ("upstream_attempts_total", "aborts_sent_total", "abort_unconfirmed_total", "worker_ready"):
-        assert f"forebay_{name}" in text
+    assert len(documented()) > 20
+    assert {name for name in documented() if name not in text} == set()
     assert {"process_resident_memory_bytes", "process_cpu_seconds_total"} <= set(WORD.findall(text))
 
 
