@@ -102,6 +102,8 @@ class WorkerWatch:
             facts.context_tokens,
             "incremental" if facts.incremental_output else "cumulative",
         )
+        if member.role_conflict:
+            logger.warning("worker %s: %s", member.worker.id, member.role_conflict)
 
     async def _ask(self) -> EngineFacts:
         """Ask as the engine kind that was given, or as each kind in turn."""

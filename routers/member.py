@@ -161,6 +161,14 @@ class Member:
         return self.pinned_role or (self.facts.role if self.facts else Role.REGULAR)
 
     @property
+    def role_conflict(self) -> str:
+        """What the engine says against the role that was given, for people; empty if nothing. vLLM tells no role."""
+        told = self.facts.role if self.facts is not None and self.facts.engine is EngineKind.SGLANG else None
+        if self.pinned_role is None or told in (None, self.pinned_role):
+            return ""
+        return f"given as {self.pinned_role}, but its engine says {told}"
+
+    @property
     def bootstrap_port(self) -> int | None:
         """Where it hands prompts over if it is a prefill worker of SGLang's, ``None`` if nobody says."""
         return self.worker.bootstrap_port or (self.facts.bootstrap_port if self.facts else None)

@@ -50,7 +50,7 @@ def describe_member(services: Services, member: Member) -> dict[str, object]:
         "dp_size": facts.dp_size if facts else None,
         "kv": _kv(services, member),
         "state": str(member.state),
-        "detail": member.detail or services.fleet.reason(member),
+        "detail": member.detail or member.role_conflict or services.fleet.reason(member),
         "breaker": str(member.breaker.state),
         "page_size": facts.page_size if facts else None,
         "context_tokens": facts.context_tokens if facts else None,

@@ -126,6 +126,15 @@ async def test_what_is_said_of_a_worker_is_taken(engine: SimulatedEngine) -> Non
         assert (await get(gateway, "/workers"))["stats"]["decode_count"] == 1
 
 
+async def test_a_role_that_the_engine_contradicts_is_shown_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async with simulated(role="prefill") as engine, running_gateway() as gateway:
+        await call(gateway.address, "/workers", {"url": engine.url, "worker_type": "decode"})
+        await until(lambda: only(gateway).state is WorkerState.READY, "the worker known")
+        told = "given as decode, but its engine says prefill"
+        assert (await get(gateway, f"/workers/{id_of(engine)}"))["detail"] == told
+        assert [one.levelname for one in caplog.records if told in one.getMessage()] == ["WARNING"]
+
+
 async def test_field_case_113_a_key_given_with_the_worker_opens_all_of_it(caplog: pytest.LogCaptureFixture) -> None:
     async with simulated(api_key="worker-key-1") as engine, running_gateway() as gateway:
         await call(gateway.address, "/workers", {"url": engine.url})

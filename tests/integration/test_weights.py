@@ -244,6 +244,26 @@ async def test_both_workers_of_a_pair_have_them(engine: str) -> None:
             assert answer.headers[VERSION] == "2"
 
 
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+async def test_the_decode_worker_that_takes_over_a_handoff_has_them_too(engine: str) -> None:
+    async with pair_fleet(decodes=3, engine=engine, dev_mode=True, checks_idle=False) as f:
+        gone, old, new = f.decodes
+        path, body = "/v1/completions", {"model": f.alone.options.model, "prompt": "a b c", "max_tokens": 2}
+        for one, version in zip(f.engines, ("2", "2", "1", "2"), strict=True):
+            update = {"new_version": version, "abort_all_requests": False}
+            assert (await f.call(f"/workers/{id_of(one)}/call/update_weight_version", update)).status == 200
+        busy = f.gateway.gateway.services.fleet.get(id_of(new))
+        assert busy is not None
+        booking = busy.loads[0].book(requests=1, blocks=500, prefill_tokens=0)  # so that it is chosen last
+        await gone.stop()
+        answer = await f.call(path, body, headers={MINIMUM: "2"})
+        booking.release()
+        assert (answer.status, answer.headers[VERSION]) == (200, "2")
+        assert answer.headers["x-forebay-worker"] == id_of(new)
+        assert old.log.requests_to(path) == []
+        assert (await f.gateway.record()).attempts == 1
+
+
 async def test_what_was_assumed_under_old_weights_is_forgotten() -> None:
     """Without KV events nothing else tells that the cache was emptied past the gateway."""
     async with fleet(1, has_events=False, gateway={"policy": "prefix-approximate", **MANY_PROBES}) as f:

@@ -165,6 +165,23 @@ def test_pins_of_the_operator_win() -> None:
     assert (other.model_id, other.role) == ("m", Role.PREFILL)
 
 
+@pytest.mark.parametrize(
+    ("given", "engine", "told", "expected"),
+    [
+        pytest.param(Role.DECODE, "sglang", Role.PREFILL, "given as decode, but its engine says prefill", id="another"),
+        pytest.param(Role.REGULAR, "sglang", Role.PREFILL, "given as regular, but its engine says prefill", id="none"),
+        pytest.param(Role.DECODE, "sglang", Role.DECODE, "", id="the same"),
+        pytest.param(None, "sglang", Role.DECODE, "", id="not given"),
+        pytest.param(Role.DECODE, "vllm", Role.REGULAR, "", id="vLLM tells none"),
+    ],
+)
+def test_a_role_against_the_engines_word_is_told(given: Role | None, engine: str, told: Role, expected: str) -> None:
+    one = member(pinned_role=given)
+    assert one.role_conflict == ""
+    one.identified(replace(FACTS, engine=EngineKind(engine), role=told))
+    assert one.role_conflict == expected
+
+
 def test_loads_survive_a_restart_with_fewer_ranks() -> None:
     one = ready(dp_size=3)
     booking = one.load_of(2).book(requests=4, blocks=1, prefill_tokens=1)
