@@ -5,7 +5,6 @@ Status and body are the engine's own, byte for byte, but for the ids. What diffe
 
 import json
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
@@ -14,8 +13,6 @@ import pytest
 from gateway.routes import ROUTES
 from tests.fakes.replay_engine import (
     CapturedAnswer,
-    Cut,
-    ReplayEngine,
     captured_answer,
     is_batch,
     pieces_of,
@@ -23,27 +20,10 @@ from tests.fakes.replay_engine import (
     replay_engine,
     samples_of,
 )
-from tests.fakes.running import RunningGateway, running_gateway
-from tests.fakes.wire import Answer, wire
-from tests.simulator.wire import CAPTURES, Capture, load_capture
-
-
-@dataclass(frozen=True, slots=True)
-class Differs:
-    """An answer that is not the engine's.
-
-    Attributes:
-        status: Status that the client gets.
-        type: The error's type, ``None`` where the engine's words pass under another status.
-        rule: Why.
-        is_sent: The engine saw the request.
-    """
-
-    status: int
-    type: str | None
-    rule: str
-    is_sent: bool = False
-
+from tests.fakes.replaying import Differs, Setup
+from tests.fakes.running import running_gateway
+from tests.fakes.wire import Answer
+from tests.simulator.wire import CAPTURES, load_capture
 
 UNREADABLE = Differs(400, "invalid_request", "a body that is no JSON object reaches no engine")
 INTERNAL_FIELD = Differs(400, "invalid_request", "routing fields are the gateway's to set")
@@ -105,34 +85,6 @@ ALL = [
     for name in sorted(f"{path.parent.name}/{path.stem}" for path in CAPTURES.glob("http*/*.http"))
     if not name.startswith("http_pd/") and _request_line(name)[1] in ROUTES
 ]
-
-
-@dataclass
-class Setup:
-    """A gateway in front of a replaying engine."""
-
-    engine: ReplayEngine
-    gateway: RunningGateway
-
-    async def replay(
-        self, capture: Capture, answer: CapturedAnswer | None, cut: Cut, body: bytes | None = None
-    ) -> Answer:
-        """Send the captured request, the engine answering as it was captured."""
-        self.engine.answer = answer
-        self.engine.cut = cut
-        self.engine.bodies.clear()
-        request = capture.request
-        if body is not None:
-            head = request.partition(b"\r\n\r\n")[0].split(b"\r\n")
-            lines = [line for line in head if not line.lower().startswith(b"content-length")]
-            request = b"\r\n".join([*lines, b"Content-Length: %d" % len(body), b"", body])
-        async with wire(self.gateway.address) as connection:
-            await connection.send(request)
-            got = await connection.answer()
-        await self.gateway.settle()
-        assert len(self.gateway.records) == 1, "one request, one record"
-        self.gateway.records.clear()
-        return got
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ Status and body are the engine's own, byte for byte, but for the ids. What diffe
 import json
 import re
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from urllib.parse import unquote
 
 import pytest
@@ -14,7 +13,6 @@ import pytest
 from gateway.routes import ROUTES
 from tests.fakes.replay_engine import (
     CapturedAnswer,
-    Cut,
     ReplayEngine,
     captured_answer,
     pieces_of,
@@ -22,27 +20,10 @@ from tests.fakes.replay_engine import (
     vllm_ids,
     vllm_replay_engine,
 )
-from tests.fakes.running import RunningGateway, running_gateway
-from tests.fakes.wire import Answer, wire
+from tests.fakes.replaying import Differs, Setup
+from tests.fakes.running import running_gateway
+from tests.fakes.wire import Answer
 from tests.simulator.wire import VLLM_CAPTURES, Capture, load_vllm_capture
-
-
-@dataclass(frozen=True, slots=True)
-class Differs:
-    """An answer that is not the engine's.
-
-    Attributes:
-        status: Status that the client gets.
-        type: The error's type.
-        rule: Why.
-        is_sent: The engine saw the request.
-    """
-
-    status: int
-    type: str
-    rule: str
-    is_sent: bool = False
-
 
 UNREADABLE = Differs(400, "invalid_request", "a body that is no JSON object reaches no engine")
 INTERNAL_FIELD = Differs(400, "invalid_request", "a client's own kv_transfer_params kill a decode server")
@@ -115,36 +96,6 @@ OUTCOMES = {
     "engine-death/stream-chat": "engine_error",
     "engine-death/stream-completions": "engine_error",
 }
-
-
-@dataclass
-class Setup:
-    """A gateway in front of a replaying engine."""
-
-    engine: ReplayEngine
-    gateway: RunningGateway
-    outcome: str = ""
-
-    async def replay(
-        self, capture: Capture, answer: CapturedAnswer | None, cut: Cut, body: bytes | None = None
-    ) -> Answer:
-        """Send the captured request, the engine answering as it was captured."""
-        self.engine.answer = answer
-        self.engine.cut = cut
-        self.engine.bodies.clear()
-        self.engine.heads.clear()
-        request = capture.request
-        if body is not None:
-            head = request.partition(b"\r\n\r\n")[0].split(b"\r\n")
-            lines = [line for line in head if not line.lower().startswith(b"content-length")]
-            request = b"\r\n".join([*lines, b"Content-Length: %d" % len(body), b"", body])
-        async with wire(self.gateway.address) as connection:
-            await connection.send(request)
-            got = await connection.answer()
-        await self.gateway.settle()
-        assert len(self.gateway.records) == 1, "one request, one record"
-        self.outcome = str(self.gateway.records.pop().outcome)
-        return got
 
 
 @pytest.fixture(scope="module")
