@@ -5,13 +5,13 @@ Times are of this thread's CPU, the least of several repeats, so that a busy mac
 
 import json
 import random
-import time
 from collections.abc import Callable
 from typing import Final
 
 import msgspec
 import xxhash
 
+from benchmarks.cpu_time import least_cpu_us
 from kv_events.codec import decode_batch
 from kv_events.hashing import CHAIN_SEED, block_hashes, pack_tokens, parse_ids
 
@@ -74,16 +74,7 @@ def _events(rng: random.Random) -> dict[str, bytes]:
 
 
 def _cpu_us(call: Callable[[], object]) -> float:
-    started = time.thread_time()
-    call()
-    count = max(1, int(_REPEAT_S / max(time.thread_time() - started, 1e-6)))
-    least = float("inf")
-    for _ in range(_REPEATS):
-        started = time.thread_time()
-        for _ in range(count):
-            call()
-        least = min(least, (time.thread_time() - started) / count)
-    return least * 1e6
+    return least_cpu_us(call, _REPEATS, _REPEAT_S)
 
 
 def _row(name: str, ours: Callable[[], object], plain: Callable[[], object], aim_us: float | None = None) -> None:

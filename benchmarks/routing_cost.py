@@ -7,13 +7,13 @@ one. Times are of this thread's CPU, the least of several repeats.
 
 import json
 import random
-import time
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Final, cast
 
 from backends.types import EngineFacts, EngineKind, Worker
 from backends.upstream.base import Origin, UpstreamClient
+from benchmarks.cpu_time import least_cpu_us
 from benchmarks.kv_hashing import plain_hashes, plain_ids
 from benchmarks.routing_engine import Clock
 from benchmarks.routing_sim import Caches
@@ -42,16 +42,7 @@ _REPEAT_S: Final = 0.004
 
 
 def _cpu_us(call: Callable[[], object]) -> float:
-    started = time.thread_time()
-    call()
-    count = max(1, int(_REPEAT_S / max(time.thread_time() - started, 1e-6)))
-    least = float("inf")
-    for _ in range(_REPEATS):
-        started = time.thread_time()
-        for _ in range(count):
-            call()
-        least = min(least, (time.thread_time() - started) / count)
-    return least * 1e6
+    return least_cpu_us(call, _REPEATS, _REPEAT_S)
 
 
 class Way:

@@ -5,11 +5,11 @@ the prefix, which is the slow case: where the shared part ends must be searched 
 """
 
 import random
-import time
 from collections.abc import Callable
 from typing import Final
 
 from backends.types import EngineKind
+from benchmarks.cpu_time import least_cpu_us
 from kv_events.index_types import Overlap
 from routers.assumed import PREDICTED_TTL_S, AssumedBlocks
 from routers.kv_aware import KvAware
@@ -27,16 +27,7 @@ _AIM_US: Final = 30.0
 
 
 def _cpu_us(call: Callable[[], object]) -> float:
-    started = time.thread_time()
-    call()
-    count = max(1, int(_REPEAT_S / max(time.thread_time() - started, 1e-6)))
-    least = float("inf")
-    for _ in range(_REPEATS):
-        started = time.thread_time()
-        for _ in range(count):
-            call()
-        least = min(least, (time.thread_time() - started) / count)
-    return least * 1e6
+    return least_cpu_us(call, _REPEATS, _REPEAT_S)
 
 
 def _hashes(rng: random.Random, count: int) -> list[int]:
