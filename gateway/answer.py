@@ -11,6 +11,7 @@ import msgspec
 
 from backends.sse import DONE_DATA, EventCutter, data_of, events, name_of
 from backends.upstream.base import AnswerHead, Headers
+from backends.vllm.output import is_silent
 from gateway.engine_errors import engine_message, refusal_in
 from gateway.ids import IdMap
 from gateway.outcome import Outcome
@@ -141,6 +142,7 @@ class StreamAnswer:
         "_error_block",
         "_has_ended",
         "_ids",
+        "_is_silent",
         "_last",
         "_last_events",
         "_look",
@@ -165,6 +167,7 @@ class StreamAnswer:
         self._abort_block = b""
         self._saw_done = False
         self._has_ended = False
+        self._is_silent = True
         self._error_block = b""
         self._usage_pieces: list[bytes] = []
         self.bytes_in = 0
@@ -197,6 +200,8 @@ class StreamAnswer:
                 return b""
             if _SUMS in block:
                 self._note_usage(block)
+        if self._is_silent:
+            self._is_silent = is_silent(block)
         self._before_last, self._last = self._last, block
         if _ERROR_EVENT in block:
             self._error_block = block
@@ -250,10 +255,10 @@ class StreamAnswer:
             return Verdict(Outcome.TRUNCATED, False, usage, "the engine's stream ended without its end marker")
         if self._abort_block:
             return Verdict(_abort_outcome(self._abort_block), True, usage)
+        # vLLM ends its OpenAI streams like this where a request was aborted before its first token, by whomever.
+        if self._is_silent or (was_aborted and not self._is_finished(last)):
+            return Verdict(Outcome.ABORTED, True, usage)
         if not self._is_finished(last):
-            # An engine that gives up a request by itself may end its stream like this.
-            if was_aborted:
-                return Verdict(Outcome.ABORTED, True, usage)
             return Verdict(Outcome.TRUNCATED, True, usage, "the engine ended its stream without a finish reason")
         return Verdict(Outcome.COMPLETE, True, usage)
 

@@ -70,7 +70,7 @@ class NativeStream:
         """Take whole events of a leg; the events for the client, which may be none.
 
         An error event goes through as it is, and nothing of its leg comes after it. A leg that ends before an item
-        of it has, without an error, was aborted, which vLLM does not say before the first token.
+        of it has, without an error, was aborted, which vLLM says on this route and not on others.
 
         Args:
             leg: Position of the leg in the plan.

@@ -3,7 +3,7 @@
 import msgspec
 
 from backends.errors import AnswerMalformed
-from backends.sse import DONE_DATA
+from backends.sse import DONE_DATA, data_of, events
 
 
 class _Delta(msgspec.Struct):
@@ -56,6 +56,18 @@ def has_output(event_data: bytes) -> bool:
     if event.usage is not None and event.usage.completion_tokens:
         return True
     return any(_shows(choice) for choice in event.choices)
+
+
+def is_silent(block: bytes) -> bool:
+    """Whether whole events of a stream, of either engine, have no part of an answer but the roles of OpenAI choices.
+
+    vLLM ends its OpenAI streams with nothing else, usage aside, where a request was aborted before its first token.
+    """
+    payloads = [data for event in events(block) if (data := data_of(event)) not in (b"", DONE_DATA)]
+    try:
+        return all(b'"choices":' in data and not has_output(data) for data in payloads)
+    except AnswerMalformed:
+        return False
 
 
 def _shows(choice: _Choice) -> bool:

@@ -216,6 +216,9 @@ ABORTED = LAST.replace(b'"length"', b'"abort","message":"Aborted","status_code":
 USAGE = Usage(6, 2)
 
 
+ROLE = b'data: {"choices":[{"delta":{"role":"assistant","content":""},"finish_reason":null}]}\n\n'
+TEXT = b'data: {"choices":[{"delta":{"content":"a"},"finish_reason":null}]}\n\n'
+NO_TOKENS = b'data: {"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":0}}\n\n'
 UNFINISHED = "the engine ended its stream without a finish reason"
 
 
@@ -235,9 +238,14 @@ UNFINISHED = "the engine ended its stream without a finish reason"
                      "", id="abort finish of a chat"),
         pytest.param(DONE, True, Outcome.ABORTED, True, Usage(), "", id="[DONE] alone after our abort"),
         pytest.param(b": ping\n\n" + DONE, True, Outcome.ABORTED, True, Usage(), "", id="[DONE] and comments"),
-        pytest.param(DONE, False, Outcome.TRUNCATED, True, Usage(), UNFINISHED, id="[DONE] alone"),
-        pytest.param(b'data: {"choices":[{"delta":{"role":"assistant"},"finish_reason":null}]}\n\n' + DONE, False,
-                     Outcome.TRUNCATED, True, Usage(), UNFINISHED, id="[DONE] behind a role"),
+        pytest.param(DONE, False, Outcome.ABORTED, True, Usage(), "", id="[DONE] alone"),
+        pytest.param(ROLE + DONE, False, Outcome.ABORTED, True, Usage(), "", id="[DONE] behind a role"),
+        pytest.param(ROLE + b": ping\n\n" + NO_TOKENS + DONE, False, Outcome.ABORTED, True, Usage(5, 0), "",
+                     id="[DONE] behind a role and usage"),
+        pytest.param(NO_TOKENS + DONE, True, Outcome.ABORTED, True, Usage(5, 0), "", id="usage alone after our abort"),
+        pytest.param(ROLE + TEXT + DONE, False, Outcome.TRUNCATED, True, Usage(), UNFINISHED, id="behind a text"),
+        pytest.param(TEXT + ROLE * 2 + DONE, False, Outcome.TRUNCATED, True, Usage(), UNFINISHED, id="further behind"),
+        pytest.param(CHUNK + DONE, False, Outcome.TRUNCATED, True, Usage(6, 1), UNFINISHED, id="[DONE] natively"),
         pytest.param(CHUNK + b'data: {"error": {"message": "oom", "code": 500}}\n\n' + DONE, False,
                      Outcome.ENGINE_ERROR, True, Usage(), "oom", id="error event"),
         pytest.param(b'data: {"error":"first"}\n\n' + CHUNK + DONE, False, Outcome.ENGINE_ERROR, True, Usage(6, 1),

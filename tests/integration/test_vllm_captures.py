@@ -73,7 +73,7 @@ WITHOUT_HANDOFF: dict[str, Differs | None] = {
 }
 # Not forwarded: what the gateway answers by itself, asks engines itself, or does not serve.
 NOT_FORWARDED = {
-    "/inference/v1/generate": 27,
+    "/inference/v1/generate": 30,
     "/inference/v1/abort_requests": 2,
     "/v1/models": 2,
     "/kv_event_sources": 2,
@@ -90,8 +90,14 @@ NOT_FORWARDED = {
 }
 # How a stream ended that did not end well; the bytes are the engine's all the same.
 OUTCOMES = {
+    "abort/chat-stream-before-first-token": "aborted",
     "abort/chat-stream-by-response-id": "aborted",
+    "abort/chat-stream-usage-before-first-token": "aborted",
+    "abort/chat-unary-before-first-token": "aborted",
+    "abort/completions-stream-before-first-token": "aborted",
     "abort/completions-stream-by-engine-id": "aborted",
+    "abort/completions-stream-usage-before-first-token": "aborted",
+    "abort/completions-unary-before-first-token": "aborted",
     "abort/completions-unary-by-engine-id": "aborted",
     "engine-death/stream-chat": "engine_error",
     "engine-death/stream-completions": "engine_error",
