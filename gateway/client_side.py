@@ -23,6 +23,9 @@ class ClientSide(Protocol):
     async def begin_stream(self, head: AnswerHead) -> None:
         """Send the head of a stream, if that has not been done."""
 
+    async def start(self, status: int, headers: Headers) -> None:
+        """Send the head of an answer whose body follows."""
+
     async def write(self, data: bytes) -> None:
         """Send a piece."""
 
@@ -34,3 +37,6 @@ class ClientSide(Protocol):
 
     async def send_whole(self, status: int, headers: Headers, body: bytes) -> None:
         """Send a whole answer."""
+
+    def abort(self) -> None:
+        """End the connection abruptly."""

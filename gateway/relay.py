@@ -10,9 +10,7 @@ from backends.errors import AnswerBroken, AnswerMalformed, AnswerTooLarge, CallI
 from backends.sse import DONE_EVENT, EventCutter
 from backends.upstream.base import AnswerHead, Headers, UpstreamCall
 from gateway.answer import (
-    BodyAnswer,
     StreamAnswer,
-    Usage,
     Verdict,
     first_data,
     passed_headers,
@@ -26,6 +24,7 @@ from gateway.engine_errors import refusal_in
 from gateway.envelope import Envelope
 from gateway.errors import ABORTED, EngineRefused, ErrorReport, GatewayError, report_of
 from gateway.fold import FoldIncomplete
+from gateway.long_body import forward_long
 from gateway.merge import merge
 from gateway.native_relay import forward_built
 from gateway.outcome import Outcome
@@ -147,6 +146,10 @@ class AnswerRelay:
         self.bytes_out += len(data)
         return self._downstream.write_now(data)
 
+    def abort(self) -> None:
+        """End the connection, so that nobody takes what was sent for a whole answer."""
+        self._downstream.abort()
+
     async def finish(self, data: bytes) -> None:
         """Send the last piece of the body."""
         self.silent_since = None
@@ -183,13 +186,14 @@ class AnswerRelay:
             raise refusal
         placed.leg.first_token()
         await self.begin_stream(head)
-        read = functools.partial(self._read, placed) if self.keepalive_s else call.read
         try:
             while not call.is_complete:
                 if block and not self._write_now(block):
                     await self._downstream.write(block)
                 placed.member.last_byte_at = self.silent_since = self._clock()
-                block = answer.feed(await read())
+                if not self.keepalive_s:
+                    await self._pass_on(placed, answer)
+                block = answer.feed(await self._read(placed))
         except UpstreamError as exc:
             return await self.cut(answer, exc)
         finally:
@@ -202,6 +206,24 @@ class AnswerRelay:
             return await self.cut(answer, AnswerBroken(verdict.message))
         await self.finish(block)
         return self.with_rank(placed, verdict, answer.last_block)
+
+    async def _pass_on(self, placed: Placed, answer: StreamAnswer) -> None:
+        """Send events on in the step in which they arrive, until the end or until the client is the slower one."""
+        member, clock, held = placed.member, self._clock, b""
+
+        def take(data: bytes) -> bool:
+            nonlocal held
+            block = answer.feed(data)
+            if block and not self._write_now(block):
+                held = block
+                return False
+            member.last_byte_at = self.silent_since = clock()
+            return True
+
+        await placed.leg.call.pass_on(take)
+        if held:
+            await self._downstream.write(held)
+            self.silent_since = clock()
 
     async def cut(self, answer: StreamAnswer, error: UpstreamError) -> Verdict:
         """The stream broke off: say so in the stream itself, unless the engine has; an unfinished event is dropped."""
@@ -319,7 +341,7 @@ class AnswerRelay:
             return self.with_rank(placed, unary_verdict(body, self._dialect), body)
         if size > limit_bytes:
             raise AnswerTooLarge(limit_bytes)
-        return await self._long_body(placed, head, parts)
+        return await forward_long(self, placed, head, parts, limit_bytes, self._clock)
 
     async def _samples(self, placed: Placed) -> Verdict:
         """The answers to the legs of a request that was taken apart, put together."""
@@ -337,31 +359,6 @@ class AnswerRelay:
         await self._downstream.answer(
             status, [*headers, (b"content-length", b"%d" % len(body)), *self.identity()], body
         )
-
-    async def _long_body(self, placed: Placed, head: AnswerHead, begun: list[bytes]) -> Verdict:
-        call = placed.leg.call
-        headers = passed_headers(head)
-        if head.content_length is not None and placed.ids.keeps_length:
-            headers.append((b"content-length", b"%d" % head.content_length))
-        answer = BodyAnswer(placed.ids)
-        await self.start(head.status, headers)
-        try:
-            for data in begun:
-                if ready := answer.feed(data):
-                    await self.write(ready)
-            begun.clear()
-            while data := await call.read():
-                placed.member.last_byte_at = self.silent_since = self._clock()
-                ready = answer.feed(data)
-                if answer.bytes_in > self._limits.max_response_bytes:
-                    raise AnswerTooLarge(self._limits.max_response_bytes)
-                if ready and not self._write_now(ready):
-                    await self._downstream.write(ready)
-        except UpstreamError as exc:
-            self._downstream.abort()
-            return Verdict(Outcome.TRUNCATED, False, Usage(), str(exc))
-        await self.finish(answer.end())
-        return answer.verdict()
 
     # Errors.
 
@@ -389,7 +386,7 @@ class AnswerRelay:
             await self.send_whole(report.status, report.headers, report.body(request_id))
             return report.outcome
         if not self._is_sse:
-            self._downstream.abort()
+            self.abort()
             return Outcome.TRUNCATED
         tail = report.event(request_id, self._dialect) + self.end_after_error
         self.bytes_out += len(tail)

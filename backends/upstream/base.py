@@ -5,7 +5,7 @@ nothing is awaited and no task is made between the choice of a worker and the wr
 waiting) happens behind ``UpstreamCall``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 from urllib.parse import urlsplit
 
@@ -115,6 +115,18 @@ class UpstreamCall(Protocol):
         Raises:
             UpstreamError: The answer broke off.
             CallEnded: This side closed or interrupted the call.
+        """
+
+    async def pass_on(self, take: Callable[[bytes], bool]) -> None:
+        """Hand over what arrives, as ``read`` would return it, until the answer's end or until ``take`` is not truthy.
+
+        What arrives together with the end is left to be read. ``take`` must not wait, and may be called from outside of
+        the waiting task.
+
+        Raises:
+            UpstreamError: As ``read`` does, but for an answer that breaks off, of which ``read`` tells.
+            CallEnded: As ``read`` does.
+            Exception: What ``take`` raises.
         """
 
     def interrupt(self) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from copy import copy
 from typing import Protocol
 
 from backends.errors import CallClosed, CallInterrupted, ConnectFailed, ConnectionDropped, UpstreamError
@@ -52,6 +53,7 @@ class H1Call:
         "_reader",
         "_reconnect",
         "_resent",
+        "_taker",
         "_task",
         "_waiter",
         "origin",
@@ -83,6 +85,7 @@ class H1Call:
         # Who waited last, and who is to be told of an interruption: a task, or (True) whoever comes.
         self._reader: asyncio.Task[object] | None = None
         self._interrupted: asyncio.Task[object] | bool = False
+        self._taker: Callable[[bytes], bool] | None = None
         self._resent = False
         self._error: Exception | None = None
         self.written_at: float | None = None
@@ -103,7 +106,7 @@ class H1Call:
             self._tell_interrupted()
         while self._head is None:
             if self._error is not None:
-                raise self._error
+                raise copy(self._error)  # itself it would hold the readers' frames, which hold this call
             await self._next_read()
             if self._interrupted:
                 self._tell_interrupted()
@@ -115,12 +118,48 @@ class H1Call:
             self._tell_interrupted()
         while not self._parts:
             if self._error is not None:
-                raise self._error
+                raise copy(self._error)  # itself it would hold the readers' frames, which hold this call
             if self._finished:
                 return b""
             await self._next_read()
             if self._interrupted:
                 self._tell_interrupted()
+        return self._taken()
+
+    async def pass_on(self, take: Callable[[bytes], bool]) -> None:
+        """Hand over what arrives as it does, in the same step of the loop; see ``UpstreamCall.pass_on``."""
+        if self._interrupted:
+            self._tell_interrupted()
+        while not self._finished and self._error is None:
+            if self._parts:
+                if not take(self._taken()):
+                    return
+                continue
+            self._taker = take
+            try:
+                await self._next_read()
+                has_refused = self._taker is not take
+            finally:
+                if self._taker is take:  # else another one reads on
+                    self._taker = None
+            if self._interrupted:
+                self._tell_interrupted()
+            if has_refused:
+                return
+
+    def _hand_over(self, take: Callable[[bytes], bool], waiter: asyncio.Future[None]) -> None:
+        """Something has arrived that ``pass_on`` is to give away."""
+        try:
+            if not take(self._taken()):
+                self._taker = None
+                self._wake()
+        except Exception as exc:  # noqa: BLE001 -- it is the reader's, who waits
+            self._taker = None
+            if not waiter.done():
+                waiter.set_exception(exc)
+
+    def _taken(self) -> bytes:
+        """What has arrived, or the first large piece of it."""
         parts = self._parts
         if len(parts) == 1:
             data = parts.pop()
@@ -185,11 +224,14 @@ class H1Call:
 
     def on_read_done(self) -> None:
         """One read from the socket has been taken apart: wake the waiter, or pause the worker."""
-        if self._buffered_bytes >= PAUSE_READING_BYTES and self._connection is not None:
-            self._connection.pause_reading()
         waiter = self._waiter
         if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+            if self._taker is None or self._finished or self._error is not None or self._interrupted:
+                waiter.set_result(None)
+            elif self._parts:
+                self._hand_over(self._taker, waiter)
+        if self._buffered_bytes >= PAUSE_READING_BYTES and self._connection is not None:
+            self._connection.pause_reading()
 
     def on_complete(self) -> None:
         """The answer is complete and the connection no longer belongs to this call."""

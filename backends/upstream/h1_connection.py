@@ -182,7 +182,7 @@ class H1Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Report the end to the call, if one is running (asyncio callback)."""
         self._pool.connection_closed(self)
-        self._transport = None
+        self._transport = self._parser = None  # the parser holds this object
         if self._call is None:
             return
         if self._status and not self._chunked and self._content_length is None and exc is None:

@@ -1,6 +1,7 @@
 """One request through httpx and the answer that comes back: buffering, waiting, interruption."""
 
 import asyncio
+from collections.abc import Callable
 
 from backends.errors import (
     AnswerBroken,
@@ -113,6 +114,16 @@ class HttpxCall:
         data = b"".join(self._parts)
         self._drop_parts()
         return data
+
+    async def pass_on(self, take: Callable[[bytes], bool]) -> None:
+        """Hand over what arrives; see ``UpstreamCall.pass_on``."""
+        if self._interrupted:
+            self._tell_interrupted()
+        while not self.is_over:
+            if not self._parts:
+                await self._wait()
+            elif not take(await self.read()):
+                return
 
     def _drop_parts(self) -> None:
         self._parts.clear()

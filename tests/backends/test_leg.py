@@ -1,5 +1,7 @@
 """Legs: what cancelling does at each stage, and that everything is given back once."""
 
+from collections.abc import Callable
+
 from backends.cancel_policy import CancelPolicy, OnCancel
 from backends.leg import Leg
 from backends.leg_events import Cause, End, LegEnd, LegState, LegTimes, Tick
@@ -22,6 +24,9 @@ class Call:
         raise NotImplementedError
 
     async def read(self) -> bytes:
+        raise NotImplementedError
+
+    async def pass_on(self, take: Callable[[bytes], bool]) -> None:
         raise NotImplementedError
 
     def interrupt(self) -> None:

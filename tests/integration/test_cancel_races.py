@@ -108,6 +108,9 @@ class ResistingCall:
                 pass
         raise CallClosed("at last")
 
+    async def pass_on(self, take: Callable[[bytes], bool]) -> None:
+        await self.head()
+
     async def read(self) -> bytes:
         return b""
 
@@ -337,6 +340,9 @@ class EndableCall:
         if self._is_closed:
             raise CallClosed("closed")
         return b""
+
+    async def pass_on(self, take: Callable[[bytes], bool]) -> None:
+        await self.head()
 
     def interrupt(self) -> None:
         self._is_interrupted = True
