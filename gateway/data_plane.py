@@ -1,7 +1,10 @@
 """The raw ASGI application in front of everything: generation routes here, all other paths to FastAPI."""
 
+import socket
+import struct
+import sys
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from starlette.exceptions import HTTPException
 
@@ -29,6 +32,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+# A socket that is closed with this setting is reset.
+_RESETS: Final = struct.pack("ii", 1, 0)
 _POST_TARGETS = {path.encode(): route for path, route in ROUTES.items() if "POST" in route.methods}
 
 
@@ -39,7 +44,7 @@ class ClientLeft(Exception):
 class AsgiDownstream:
     """``Downstream`` over ASGI messages and the server's connection."""
 
-    __slots__ = ("_connection", "_cycle", "_on_gone", "_send", "is_gone")
+    __slots__ = ("_connection", "_cycle", "_has_no_framing", "_on_gone", "_send", "is_gone")
 
     def __init__(self, send: Send, connection: ConnectionProtocol) -> None:
         self._send = send
@@ -47,6 +52,7 @@ class AsgiDownstream:
         self._cycle = connection.running
         self._on_gone: Callable[[], None] | None = None
         self.is_gone = connection.is_gone
+        self._has_no_framing = False
 
     def watch(self, on_gone: Callable[[], None] | None) -> None:
         """See ``Downstream.watch``."""
@@ -62,6 +68,12 @@ class AsgiDownstream:
         """See ``Downstream.start``."""
         if self._connection.holds_back_body:  # what it sends next could be the body or another request
             headers = [*headers, (b"connection", b"close")]
+        cycle = self._cycle
+        if cycle is not None and cycle.scope.get("http_version") == "1.0":
+            self._has_no_framing = all(name != b"content-length" for name, _ in headers)
+            if self._has_no_framing:
+                # Clients of HTTP/1.0 know no chunks: the body ends with the connection, which the server then closes.
+                cycle.chunked_encoding, cycle.expected_content_length = False, sys.maxsize
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def answer(self, status: int, headers: Headers, body: bytes) -> None:
@@ -82,12 +94,16 @@ class AsgiDownstream:
     async def finish(self, data: bytes = b"") -> None:
         """See ``Downstream.finish``."""
         if not self.is_gone:
+            if self._has_no_framing and self._cycle is not None:
+                self._cycle.expected_content_length = len(data)
             await self._send({"type": "http.response.body", "body": data, "more_body": False})
 
     def abort(self) -> None:
         """See ``Downstream.abort``."""
         self._connection.watch(None)
         self.is_gone = True
+        if self._has_no_framing:  # an orderly close would pass for the end of the body
+            self._connection.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESETS)
         self._connection.abort()
 
 

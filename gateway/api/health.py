@@ -2,6 +2,7 @@
 
 from fastapi import APIRouter, Response
 
+from gateway.api.head import with_head
 from gateway.api.json_response import json_response
 from gateway.metrics import CONTENT_TYPE
 from gateway.services import Services
@@ -47,4 +48,4 @@ def health_router(services: Services) -> APIRouter:
     async def metrics() -> Response:
         return Response(services.metrics.render(), media_type=CONTENT_TYPE)
 
-    return router
+    return with_head(router)

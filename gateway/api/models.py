@@ -5,6 +5,7 @@ import importlib.metadata
 from fastapi import APIRouter, Depends, Response
 
 from backends.types import EngineFacts
+from gateway.api.head import with_head
 from gateway.api.json_response import json_response
 from gateway.api.refusals import client_guard
 from gateway.auth import Keys
@@ -86,4 +87,4 @@ def models_router(services: Services, keys: Keys) -> APIRouter:
             }
         )
 
-    return router
+    return with_head(router)

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Depends, Response
 
 from backends.cancel_policy import abort_capability
 from backends.types import EngineFacts, Role
+from gateway.api.head import with_head
 from gateway.api.json_response import json_response
 from gateway.api.refusals import admin_guard
 from gateway.auth import Keys
@@ -173,4 +174,4 @@ def workers_router(services: Services, keys: Keys, drain_tasks: Callable[[], int
     async def state() -> Response:
         return json_response(inner_state(services, drain_tasks()))
 
-    return router
+    return with_head(router)
