@@ -130,14 +130,14 @@ def chained_hashes(
         return sequence_hashes(local_hashes(token_bytes, block_size, seed, is_eagle, mm_hashes), parent)
     _check_blocks(token_bytes, block_size)
     rest = len(token_bytes) % stride
-    hashes: list[int] = []
-    append = hashes.append
     # Cut in C: a slice for each block takes as long as its hash.
-    for (block,) in _cutter(stride).iter_unpack(token_bytes[:-rest] if rest else token_bytes):
-        local = xxh3_64_intdigest(block, seed)
-        parent = local if parent is None else xxh3_64_intdigest(_PAIR(parent, local), CHAIN_SEED)
-        append(parent)
-    return hashes
+    blocks = _cutter(stride).iter_unpack(token_bytes[:-rest] if rest else token_bytes)
+    digest, pack = xxh3_64_intdigest, _PAIR
+    if parent is not None:
+        return [parent := digest(pack(parent, digest(block, seed)), CHAIN_SEED) for (block,) in blocks]
+    (first,) = next(blocks)
+    parent = digest(first, seed)
+    return [parent, *[parent := digest(pack(parent, digest(block, seed)), CHAIN_SEED) for (block,) in blocks]]
 
 
 def _check_blocks(token_bytes: bytes | memoryview, block_size: int) -> None:

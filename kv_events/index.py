@@ -9,17 +9,25 @@ nothing to look through.
 
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from itertools import islice
 
-from kv_events.index_holder import SHARD_MASK, SHARD_SHIFT, SHARDS, Holder, canonical
+from kv_events.index_holder import (
+    FIRST_BIT,
+    MANY_BLOCKS,
+    SHARD_MASK,
+    SHARD_SHIFT,
+    SHARDS,
+    Holder,
+    Rank,
+    canonical,
+    put_new,
+)
 from kv_events.index_namespaces import BASE_ID, OPAQUE_ID, SHIFT, NamespaceTable, inherit
 from kv_events.index_types import ApplyReport, ChainHashes, Overlap, RankId, chain_hashes
 from kv_events.types import BASE, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, Namespace, Tier
 
 # An engine's own count of blocks, with room for what is being evicted while it is announced (K.43).
 CAPACITY_SLACK = 1.25
-# Host and disk tiers are a multiple of the device, of a size that engines do not tell.
-LOWER_TIER_FACTOR = 8
 # Without a count from the engine.
 DEFAULT_CAPACITY_BLOCKS = 4_000_000
 MAX_INTERNED_MASKS = 65_536
@@ -27,14 +35,6 @@ MAX_INTERNED_MASKS = 65_536
 HELD = 1 << 40
 LOOKUP_CHUNK_BLOCKS = 64
 _SEQUENCE_MASK = (1 << SHIFT) - 1
-
-
-@dataclass(slots=True)
-class _Rank:
-    capacity_blocks: int
-    max_copies: int
-    holders: dict[Tier, Holder] = field(default_factory=dict)
-
 
 __all__ = ["ApplyReport", "Overlap", "PrefixIndex", "RankId"]
 
@@ -58,9 +58,9 @@ class PrefixIndex:
         """
         self._chain_hashes = hashes
         self._shards: list[dict[int, int]] = [{} for _ in range(SHARDS)]
-        self._ranks: dict[RankId, _Rank] = {}
+        self._ranks: dict[RankId, Rank] = {}
         self.eagle_ranks: set[RankId] = set()
-        self._holders: list[Holder | None] = []
+        self._holders: list[Holder | None] = [None] * FIRST_BIT
         self._free_bits: list[int] = []
         self._live = 0
         self._condemned: deque[Holder] = deque()
@@ -78,7 +78,7 @@ class PrefixIndex:
             max_copies: Copies of one block that its engine may hold and removes one by one: 2 for vLLM, 1 for SGLang.
         """
         capacity = DEFAULT_CAPACITY_BLOCKS if capacity_blocks is None else int(capacity_blocks * CAPACITY_SLACK)
-        state = self._ranks.setdefault(rank, _Rank(capacity, max_copies))
+        state = self._ranks.setdefault(rank, Rank(capacity, max_copies))
         state.capacity_blocks, state.max_copies = capacity, max_copies
 
     def clear_rank(self, rank: RankId, tier: Tier | None = None) -> None:
@@ -165,39 +165,52 @@ class PrefixIndex:
         Raises ``KeyError`` as ``apply``.
         """
         state = self._ranks[rank]
-        parent_sequence: int | None = None
-        namespace: Namespace | None = event.namespace or BASE
+        parent, namespace = None, event.namespace
         if event.parent_hash is not None:
             parent = self._find(state, event.parent_hash, event.tier)
             if parent is None:
                 return False
-            inherited = self._namespaces.namespace(parent >> SHIFT)
-            namespace = None if inherited is None else inherit(inherited, event.namespace)
-            parent_sequence = parent & _SEQUENCE_MASK
-        number = self._namespaces.number(namespace)
-        chain = self._chain_hashes(event, BASE if namespace is None or namespace.opaque else namespace, parent_sequence)
+        number = BASE_ID
+        if namespace is None and (parent is None or parent <= _SEQUENCE_MASK):
+            chain = self._chain_hashes(event, BASE, parent)
+        else:
+            number, named = self._namespace(parent, namespace)
+            chain = self._chain_hashes(event, named, parent and parent & _SEQUENCE_MASK)
         if len(chain) < len(event.block_hashes):
             report.drop("short_tokens", len(event.block_hashes) - len(chain))
         if number:
-            tag = number << SHIFT
-            chain = [sequence | tag for sequence in chain]
+            chain = [sequence | number << SHIFT for sequence in chain]
         pairs: Iterable[tuple[int, int]] = zip(event.block_hashes, chain, strict=False)
+        holder, added = state.holders.get(event.tier) or self._holder(rank, state, event.tier), 0
         if gone:
             pairs = [pair for pair in pairs if pair[0] not in gone]
-        self._put(state, self._holder(rank, state, event.tier), pairs, number, report)
+        elif number == BASE_ID and MANY_BLOCKS <= len(chain) <= state.room(holder):
+            added = put_new(holder, self._shards, event.block_hashes, chain)
+            report.stored += added
+            pairs = islice(pairs, added, None)
+        if added < len(chain):
+            self._put(state, holder, pairs, number, report)
         if event.is_eagle is not (rank in self.eagle_ranks):
             (self.eagle_ranks.add if event.is_eagle else self.eagle_ranks.discard)(rank)
         return True
 
+    def _namespace(self, parent: int | None, namespace: Namespace | None) -> tuple[int, Namespace]:
+        """Give the number of the namespace of a store, and the one to hash its blocks in."""
+        own: Namespace | None = namespace or BASE
+        if parent is not None:
+            inherited = self._namespaces.namespace(parent >> SHIFT)
+            own = None if inherited is None else inherit(inherited, namespace)
+        return self._namespaces.number(own), BASE if own is None or own.opaque else own
+
     def _put(
-        self, state: _Rank, holder: Holder, pairs: Iterable[tuple[int, int]], number: int, report: ApplyReport
+        self, state: Rank, holder: Holder, pairs: Iterable[tuple[int, int]], number: int, report: ApplyReport
     ) -> None:
         bit, names, shards, masks = holder.bit, holder.names, self._shards, self._masks
-        limit = state.capacity_blocks * (1 if holder.tier is Tier.DEVICE else LOWER_TIER_FACTOR)
-        room = limit - holder.blocks
+        room = state.room(holder)
         added = 0
-        # Held for the time of this call, since what is renamed below may be the last block of the namespace.
-        self._namespaces.count(number, HELD)
+        if number:
+            # Held for the time of this call, since what is renamed below may be the last block of the namespace.
+            self._namespaces.count(number, HELD)
         shared: int | None = None
         joined = bit
         sibling: Holder | None = None
@@ -234,7 +247,8 @@ class PrefixIndex:
             added += 1
         holder.blocks += added
         report.stored += added
-        self._namespaces.count(number, added - HELD)
+        if number:
+            self._namespaces.count(number, added - HELD)
         if len(masks) > MAX_INTERNED_MASKS:
             masks.clear()
 
@@ -343,7 +357,7 @@ class PrefixIndex:
         self._put(state, self._holder(rank, state, tier), zip(names, keys, strict=True), number, report)
         return report
 
-    def _find(self, state: _Rank, name: int, tier: Tier) -> int | None:
+    def _find(self, state: Rank, name: int, tier: Tier) -> int | None:
         """Look a parent up: in the tier of its child, else in any other of the rank."""
         holders = state.holders
         own = holders.get(tier)
@@ -355,7 +369,7 @@ class PrefixIndex:
                     break
         return key
 
-    def _holder(self, rank: RankId, state: _Rank, tier: Tier) -> Holder:
+    def _holder(self, rank: RankId, state: Rank, tier: Tier) -> Holder:
         holder = state.holders.get(tier)
         if holder is None:
             if self._free_bits:

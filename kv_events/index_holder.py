@@ -1,6 +1,8 @@
 """What one tier of one rank holds: the engine's names of its blocks, and the index keys that they stand for. Pure."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from operator import length_hint
 
 from kv_events.types import Tier
 
@@ -8,6 +10,12 @@ SHARDS = 64
 SHARD_MASK = SHARDS - 1
 # By the topmost of 64 bits: dictionaries look where the lowest ones say, so those must differ within a shard.
 SHARD_SHIFT = 58
+# Host and disk tiers are a multiple of the device, of a size that engines do not tell.
+LOWER_TIER_FACTOR = 8
+# Bits below have masks of which the interpreter has one object each, see ``put_new``.
+FIRST_BIT = 9
+# With so many blocks ``put_new`` saves more than the object that it makes takes: 2 bytes a block.
+MANY_BLOCKS = 16
 
 _found: list[object] = [None]
 _is_equal = int.__eq__
@@ -94,3 +102,55 @@ class Holder:
             self.blocks -= 1
             max_blocks -= 1
             yield table.popitem()[1]
+
+
+@dataclass(slots=True)
+class Rank:
+    """One rank; owned by the index.
+
+    Attributes:
+        capacity_blocks: Blocks that its device can hold at most.
+        max_copies: Copies of one block that its engine may hold.
+        holders: What it holds, by tier.
+    """
+
+    capacity_blocks: int
+    max_copies: int
+    holders: dict[Tier, Holder] = field(default_factory=dict)
+
+    def room(self, holder: Holder) -> int:
+        """Count the blocks that one of its holders can still take."""
+        return self.capacity_blocks * (1 if holder.tier is Tier.DEVICE else LOWER_TIER_FACTOR) - holder.blocks
+
+
+def put_new(holder: Holder, shards: Sequence[dict[int, int]], names: Sequence[int], keys: Sequence[int]) -> int:
+    """Put the blocks of a store up to the first that somebody holds; four fifths of the time of the general way.
+
+    Args:
+        holder: Who stores, with room for all of them.
+        shards: Masks of holders by key, in shards by the high bits of the key.
+        names: Of the blocks.
+        keys: Of the base namespace, each another one, as those of a chain are.
+
+    Returns:
+        How many were put.
+    """
+    tables = holder.names
+    # An object of this call: what ``setdefault`` gives back is this very one only where nothing was before.
+    mask = holder.bit + 0
+    left = iter(keys)
+    # Whoever holds some of the blocks mostly holds the first of them.
+    if keys[0] in shards[keys[0] >> SHARD_SHIFT]:
+        return 0
+    for name, key in zip(names, left, strict=False):
+        shard = shards[key >> SHARD_SHIFT]
+        if shard.setdefault(key, mask) is mask:
+            if tables[name >> SHARD_SHIFT].setdefault(name, key) is key:
+                continue
+            del shard[key]
+        count = len(keys) - length_hint(left) - 1
+        break
+    else:
+        count = len(keys) - length_hint(left)
+    holder.blocks += count
+    return count

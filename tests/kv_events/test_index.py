@@ -9,7 +9,7 @@ from kv_events import index as index_module
 from kv_events import index_namespaces
 from kv_events.hashing import block_hashes, pack_tokens
 from kv_events.index import ApplyReport, PrefixIndex, RankId
-from kv_events.index_holder import SHARDS
+from kv_events.index_holder import FIRST_BIT, SHARDS
 from kv_events.index_namespaces import inherit
 from kv_events.index_types import chain_hashes
 from kv_events.types import BASE, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, Namespace, Tier
@@ -173,7 +173,7 @@ def test_bits_are_used_again() -> None:
         assert index.collect(10) is False
     index.add_rank(A)
     index.apply(A, [stored("ab")])
-    assert index.holder_of(A, Tier.DEVICE).bit == 1  # type: ignore[union-attr]
+    assert index.holder_of(A, Tier.DEVICE).bit == 1 << FIRST_BIT  # type: ignore[union-attr]
 
 
 def test_lower_tiers_are_reported_and_decide_nothing() -> None:
