@@ -3,7 +3,8 @@
 Simulated engines with limited caches get the same traffic under every policy: a recorded chat service (``--trace``),
 agents that call tools, and groups of samples. Nothing is timed but virtual seconds, so that a busy machine changes
 nothing; equal arguments give equal figures. ``oracle`` is ``kv-aware`` that sees the engines' caches themselves instead
-of their events; ``kv-aware:4:1`` is ``kv-aware`` with a ``prefill_load_scale`` of 4 and a ``recompute_weight`` of 1.
+of their events; ``kv-aware:4:1:64`` is ``kv-aware`` with a ``prefill_load_scale`` of 4, a ``recompute_weight`` of 1 and
+a ``decode_active_request_weight`` of 64; ``kv-aware/shared``, which may have weights too, is it with that guard.
 ``--http`` sends a small traffic through real processes besides, to compare.
 """
 
@@ -11,9 +12,10 @@ import argparse
 import asyncio
 import logging
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Final, cast, get_args
 
 from benchmarks.routing_engine import Setup
 from benchmarks.routing_http import measure_over_http
@@ -21,14 +23,22 @@ from benchmarks.routing_sim import Figures, Run
 from benchmarks.routing_traffic import Traffic, recorded, sample_groups, tool_agents
 from routers.base import Router
 from routers.cost import DEFAULT_COST, CostParameters
-from routers.kv_aware import KvAware
-from routers.registry import POLICIES, make_policy
+from routers.kv_aware import Guard, KvAware
+from routers.registry import make_policy
 
 ORACLE: Final = "oracle"
+_WEIGHTS: Final = (
+    DEFAULT_COST.prefill_load_scale,
+    DEFAULT_COST.recompute_weight,
+    DEFAULT_COST.decode_active_request_weight,
+)
 # The order of the report; what it is all about first.
 _ORDER: Final = (
     ORACLE,
     "kv-aware",
+    "kv-aware/shared",
+    "kv-aware/shared:1:64:64",
+    "kv-aware:1:0",
     "prefix-approximate",
     "consistent-hash",
     "least-loaded",
@@ -50,11 +60,17 @@ def policy_of(name: str, seed: int) -> Router:
     Raises:
         ValueError: There is no such policy.
     """
-    base, *weights = name.split(":")
-    defaults = (DEFAULT_COST.prefill_load_scale, DEFAULT_COST.recompute_weight)
-    scale, recompute = [*map(float, weights), *defaults[len(weights) :]]
-    parameters = CostParameters(prefill_load_scale=scale, recompute_weight=recompute)
-    return make_policy(KvAware.name if base == ORACLE else base, seed, parameters)
+    named, *weights = name.split(":")
+    base, _, guard = named.partition("/")
+    if guard not in ("", *get_args(Guard)) or len(weights) > len(_WEIGHTS):
+        raise ValueError(f"unknown policy {name!r}")
+    scale, recompute, per_request = [*map(float, weights), *_WEIGHTS[len(weights) :]]
+    parameters = CostParameters(
+        prefill_load_scale=scale, recompute_weight=recompute, decode_active_request_weight=per_request
+    )
+    return make_policy(
+        KvAware.name if base == ORACLE else base, seed, parameters, guard=cast(Guard, guard) if guard else "all"
+    )
 
 
 def run(name: str, traffic: Traffic, setup: Setup, seed: int) -> Figures:
@@ -63,7 +79,12 @@ def run(name: str, traffic: Traffic, setup: Setup, seed: int) -> Figures:
     Raises:
         RuntimeError: The gateway's part had something to log.
     """
-    return Run(policy_of(name, seed), setup, is_oracle=name.split(":")[0] == ORACLE).go(traffic)
+    return Run(policy_of(name, seed), setup, is_oracle=_base(name) == ORACLE).go(traffic)
+
+
+def _base(name: str) -> str:
+    """The policy that a name is a variant of."""
+    return re.split("[:/]", name)[0]
 
 
 def heading() -> str:
@@ -79,7 +100,7 @@ def row(name: str, figures: Figures) -> str:
 
     ``expected`` is the share that it took to be cached, ``group on`` the mean number of engines of equal prompts.
     """
-    looks = name.split(":")[0] in (ORACLE, "kv-aware", "prefix-approximate")
+    looks = _base(name) in (ORACLE, "kv-aware", "prefix-approximate")
     expected = f"{figures.foreseen_tokens / max(1, figures.prompt_tokens):.1%}" if looks else "–"
     engines = figures.engines_per_group
     group = "–" if engines is None else f"{engines:.1f}"
@@ -116,7 +137,7 @@ def _options() -> argparse.Namespace:
         "--policies",
         nargs="+",
         default=list(_ORDER),
-        help="names, or oracle, each perhaps with :SCALE or :SCALE:RECOMPUTE",
+        help="names, or oracle, each perhaps with /GUARD and :SCALE, :SCALE:RECOMPUTE or :SCALE:RECOMPUTE:REQUEST",
     )
     add("--engines", type=int, default=8)
     add(
@@ -134,8 +155,10 @@ def _options() -> argparse.Namespace:
     add("--http", action="store_true", help="compare a small traffic with real processes instead")
     options = parser.parse_args()
     for name in options.policies:
-        if (base := name.split(":")[0]) != ORACLE and base not in POLICIES:
-            parser.error(f"unknown policy {name!r}")
+        try:
+            policy_of(name, options.seed)
+        except ValueError as exc:
+            parser.error(str(exc))
     return options
 
 

@@ -155,9 +155,13 @@ class Gateway:
             times=LegTimes(delay_s=settings.abort_delay_s, handoff_drain_s=settings.handoff_drain_timeout_s),
         )
         cost = CostParameters(
-            prefill_load_scale=settings.kv_prefill_load_scale, recompute_weight=settings.kv_recompute_weight
+            prefill_load_scale=settings.kv_prefill_load_scale,
+            recompute_weight=settings.kv_recompute_weight,
+            decode_active_request_weight=settings.kv_request_weight,
         )
-        policy = make_policy(settings.policy, settings.seed, cost, temperature=settings.kv_temperature)
+        policy = make_policy(
+            settings.policy, settings.seed, cost, temperature=settings.kv_temperature, guard=settings.kv_guard
+        )
         return Services(
             limits=Limits(
                 max_body_bytes=settings.max_body_bytes,
@@ -188,6 +192,7 @@ class Gateway:
                 settings.short_prompt_tokens,
                 cost,
                 temperature=settings.kv_temperature,
+                guard=settings.kv_guard,
             ),
             client=self._client,
             backends={

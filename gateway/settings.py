@@ -21,6 +21,7 @@ from backends.worker_spec import WorkerSpec, WorkerSpecError, parse_worker_spec,
 from gateway.options import LineParser, Option, SettingsError, declare, expected, nearest, options_of, parser_of
 from gateway.tokens.option import parse_tokenizer_options
 from routers.cost import MAX_WEIGHT
+from routers.kv_aware import Guard
 
 __all__ = [
     "NOT_YET",
@@ -96,7 +97,13 @@ class Settings(BaseModel):
         "further blocks that each block counts for them that a worker would compute anew though another has it",
         "blocks",
     )
+    kv_request_weight: Weight = declare(0.0, "blocks in use that each request in flight counts for to them", "blocks")
     kv_temperature: Weight = declare(0.0, "how freely they draw among costs; 0 takes the lowest")
+    kv_guard: Guard = declare(
+        "all",
+        "crowded workers that they pass over: all that have a part of the prompt cached, or those of which others "
+        "have or use half of that part",
+    )
     upstream_mode: Literal["match", "incremental"] = declare(
         "match", "match: ask engines in the client's stream mode; incremental: always stream and fold for unary clients"
     )

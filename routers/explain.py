@@ -23,6 +23,7 @@ class Explained:
             computes none.
         excluded: Why it is passed over whatever it costs, ``None`` if it is not.
         parts: Parts of the cost, in its own blocks; ``None`` without a cost.
+        is_kept: It is crowded, and not passed over for that, since what it has of the prompt nobody else has.
     """
 
     worker_id: str
@@ -35,6 +36,7 @@ class Explained:
     cost: float | None
     excluded: str | None
     parts: Cost | None = None
+    is_kept: bool = False
 
 
 def explain_load(request: RouteRequest, candidates: Sequence[Candidate]) -> list[Explained]:

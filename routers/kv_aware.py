@@ -3,7 +3,7 @@
 import math
 import random
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Literal
 
 from routers.cost import DEFAULT_COST, Cost, CostParameters, placement_cost, with_recompute
 from routers.explain import Explained, explain_load
@@ -14,6 +14,9 @@ from routers.types import BlockGroup, Candidate, Placement, PromptBlocks, RouteR
 CROWDED_ABOVE_MEAN: Final = 4
 CROWDED_TIMES_MEAN: Final = 1.5
 CROWDED: Final = "crowded"
+
+# Which crowded ranks are passed over: all that have a part of the prompt, or those that have what others have or use.
+Guard = Literal["all", "shared"]
 
 _Parts = tuple[float, float, float, float, int, float]
 _CREDIT: Final = Cost._fields.index("credit_blocks")
@@ -30,6 +33,9 @@ class KvAware:
         parameters: Weights of the cost.
         temperature: 0 for the lowest cost; above, ranks are drawn, the cheaper the likelier: by the softmax of their
             costs' negatives, which are divided by their range and by this.
+        guard: ``"all"`` passes over every crowded rank whose cache holds a part of the prompt; ``"shared"`` those of
+            which at least half of that part is held by another rank too, or is used by requests that run there now.
+            It leaves a session with its history, which nobody else has.
 
     Raises:
         ValueError: The temperature is negative, infinite, or no number.
@@ -38,13 +44,19 @@ class KvAware:
     name = "kv-aware"
 
     def __init__(
-        self, rng: random.Random, parameters: CostParameters = DEFAULT_COST, *, temperature: float = 0.0
+        self,
+        rng: random.Random,
+        parameters: CostParameters = DEFAULT_COST,
+        *,
+        temperature: float = 0.0,
+        guard: Guard = "all",
     ) -> None:
         if not (math.isfinite(temperature) and temperature >= 0):
             raise ValueError(f"temperature is {temperature}, must be finite and at least 0")
         self._rng = rng
         self._parameters = parameters
         self._temperature = temperature
+        self._guard = guard
         self._without_blocks = LeastLoaded(rng)
 
     def select(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Placement:
@@ -53,7 +65,7 @@ class KvAware:
             raise ValueError("no candidates")
         if not request.prompts:
             return self._without_blocks.select(request, candidates)
-        totals, _ = self._weigh(request, candidates)
+        totals = self._weigh(request, candidates)[0]
         index = self._draw(totals) if self._temperature else self._cheapest(totals, candidates)
         chosen = candidates[index]
         prompt = _prompt_for(request, chosen.group)
@@ -65,7 +77,7 @@ class KvAware:
             return explain_load(request, candidates)
         explained = []
         smallest = _smallest_block(request)
-        for candidate, total, parts in zip(candidates, *self._weigh(request, candidates), strict=True):
+        for candidate, total, parts, is_crowded in zip(candidates, *self._weigh(request, candidates), strict=True):
             prompt, load, cost = _prompt_for(request, candidate.group), candidate.load, Cost(*parts)
             explained.append(
                 Explained(
@@ -78,12 +90,15 @@ class KvAware:
                     cost=cost.total * prompt.block_size / smallest,
                     excluded=CROWDED if total == math.inf else None,
                     parts=cost,
+                    is_kept=is_crowded and total < math.inf,
                 )
             )
         return explained
 
-    def _weigh(self, request: RouteRequest, candidates: Sequence[Candidate]) -> tuple[list[float], list[_Parts]]:
-        """Compute what is compared, and the costs behind it, for each candidate.
+    def _weigh(
+        self, request: RouteRequest, candidates: Sequence[Candidate]
+    ) -> tuple[list[float], list[_Parts], list[bool]]:
+        """Compute what is compared, the costs behind it, and who is crowded, for each candidate.
 
         Compared are blocks of the smallest size among the prompts, since one of 64 tokens is not to be compared with
         one of 16; where a candidate is passed over, infinity.
@@ -137,11 +152,12 @@ class KvAware:
                 with_recompute(parameters, cost, (most - tokens) / size) if tokens < most else cost
                 for cost, tokens, size in zip(costs, saved, sizes, strict=True)
             ]
-        totals = [
-            math.inf if is_full else cost[0] * size / smallest
-            for cost, size, is_full in zip(costs, sizes, is_crowded, strict=True)
-        ]
-        return totals, costs
+        totals = [cost[0] * size / smallest for cost, size in zip(costs, sizes, strict=True)]
+        if True in is_crowded:
+            for index, is_full in enumerate(is_crowded):
+                if is_full and (self._guard == "all" or _is_shared(request, candidates, candidates[index])):
+                    totals[index] = math.inf
+        return totals, costs, is_crowded
 
     def _cheapest(self, totals: list[float], candidates: Sequence[Candidate]) -> int:
         least = min(totals)
@@ -173,6 +189,22 @@ def _prompt_for(request: RouteRequest, group: BlockGroup | None) -> PromptBlocks
 
 def _on_device(prompt: PromptBlocks, candidate: Candidate) -> int:
     return _within(prompt.overlap.device.get(candidate.key, 0), prompt.full_blocks)
+
+
+def _is_shared(request: RouteRequest, candidates: Sequence[Candidate], one: Candidate) -> bool:
+    """At least half of what a rank has of the prompt is on another one too, or in use here."""
+    prompt = _prompt_for(request, one.group)
+    held_tokens = _held_tokens(request, one)
+    used_tokens = one.load.shared_blocks(prompt.sequence_hashes) * prompt.block_size
+    elsewhere_tokens = max([_held_tokens(request, other) for other in candidates if other is not one], default=0)
+    return 2 * max(used_tokens, elsewhere_tokens) >= held_tokens
+
+
+def _held_tokens(request: RouteRequest, candidate: Candidate) -> int:
+    """Leading tokens of the prompt that a rank has, in all tiers."""
+    prompt = _prompt_for(request, candidate.group)
+    on_device = _on_device(prompt, candidate)
+    return (on_device + sum(_lower_tiers(prompt, candidate, on_device))) * prompt.block_size
 
 
 def _lower_tiers(prompt: PromptBlocks, candidate: Candidate, on_device: int) -> tuple[int, int]:

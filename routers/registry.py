@@ -7,7 +7,7 @@ from dataclasses import replace
 from routers.base import Router
 from routers.consistent_hash import ConsistentHash
 from routers.cost import DECODE_COST, DEFAULT_COST, CostParameters
-from routers.kv_aware import KvAware
+from routers.kv_aware import Guard, KvAware
 from routers.least_loaded import LeastLoaded
 from routers.pair import PairRouter
 from routers.power_of_two import PowerOfTwo
@@ -29,7 +29,12 @@ DEFAULT_POLICY = KvAware.name
 
 
 def make_policy(
-    name: str | None, seed: int | None, parameters: CostParameters = DEFAULT_COST, *, temperature: float = 0.0
+    name: str | None,
+    seed: int | None,
+    parameters: CostParameters = DEFAULT_COST,
+    *,
+    temperature: float = 0.0,
+    guard: Guard = "all",
 ) -> Router:
     """Make a policy by name.
 
@@ -38,13 +43,14 @@ def make_policy(
         seed: Seed of its random choices; ``None`` takes one from the operating system.
         parameters: For the policies that go by cost.
         temperature: The same; see ``KvAware``.
+        guard: The same.
 
     Raises:
         ValueError: There is no such policy, or the temperature is none.
     """
     constructor, rng = _constructor(name), random.Random(seed)
     if constructor is KvAware or constructor is PrefixApproximate:
-        return constructor(rng, parameters, temperature=temperature)
+        return constructor(rng, parameters, temperature=temperature, guard=guard)
     return constructor(rng)
 
 
@@ -55,6 +61,7 @@ def make_pairs(
     parameters: CostParameters = DEFAULT_COST,
     *,
     temperature: float = 0.0,
+    guard: Guard = "all",
 ) -> PairRouter:
     """Make what chooses where prefill and decode workers serve a model.
 
@@ -66,15 +73,16 @@ def make_pairs(
         short_prompt_tokens: See ``PairRouter``.
         parameters: For the policies that go by cost; in prefill, blocks in use count for nothing.
         temperature: The same; see ``KvAware``.
+        guard: The same.
 
     Raises:
         ValueError: There is no such policy, or the temperature is none.
     """
     of_prefill = replace(parameters, track_active_blocks=False)
     return PairRouter(
-        prefill=make_policy(name, seed, of_prefill, temperature=temperature),
+        prefill=make_policy(name, seed, of_prefill, temperature=temperature, guard=guard),
         decode=KvAware(random.Random(seed), DECODE_COST),
-        alone=make_policy(name, seed, parameters, temperature=temperature),
+        alone=make_policy(name, seed, parameters, temperature=temperature, guard=guard),
         short_prompt_tokens=short_prompt_tokens,
     )
 

@@ -219,5 +219,21 @@ def _reason_of(
     if chosen.cost is None:
         known = "" if request.prompts else "; nothing is known of the prompt's blocks"
         return f"the policy's choice by load{known}"
+    cheaper = [one for one in candidates if one.cost is not None and one.cost < chosen.cost]
+    lowest = "the lowest cost" if all(one.excluded for one in cheaper) else "not the lowest cost"
     cached = f"; {placement.overlap_blocks or 0} of {chosen.prompt_blocks} blocks are cached there"
-    return f"the lowest cost, {chosen.cost:g} blocks{cached if shows_cache else ''}"
+    return f"{lowest}, {chosen.cost:g} blocks{cached if shows_cache else ''}{_of_the_guard(chosen, cheaper)}"
+
+
+def _of_the_guard(chosen: Explained, cheaper: Sequence[Explained]) -> str:
+    """Tell which rank would have been chosen if it were not crowded, or why the chosen one was not passed over."""
+    if chosen.is_kept:
+        return f"; it is crowded, with {chosen.in_flight} requests, but no other rank has half of that"
+    passed_over = [one for one in cheaper if one.excluded]
+    if not passed_over:
+        return ""
+    one = min(passed_over, key=lambda one: one.cost or 0.0)
+    return (
+        f"; {one.worker_id} rank {one.dp_rank} would cost {one.cost:g} and has {one.overlap_blocks}, "
+        f"but is passed over: {one.excluded}, with {one.in_flight} requests"
+    )

@@ -184,6 +184,31 @@ async def test_explain_says_what_would_happen_and_sends_nothing() -> None:
         assert sum(len(engine.log.requests_to("/generate")) for engine in f.engines) == seen
 
 
+@pytest.mark.parametrize("guard", ["all", "shared"])
+async def test_explain_says_why_the_winner_is_passed_over_or_is_not(guard: str) -> None:
+    async with fleet(3, gateway={"kv_guard": guard}) as f:
+        worker = (await f.generate(PROMPT)).headers["x-forebay-worker"]
+        await f.settled()
+        member = f.gateway.gateway.services.fleet.get(worker)
+        assert member is not None
+        booking = member.load_of(0).book(requests=9, blocks=0, prefill_tokens=0)
+        found = (await call(f.gateway.address, "/route/explain", {"input_ids": PROMPT})).json()
+        sent_to = (await f.generate(PROMPT)).headers["x-forebay-worker"]
+        booking.release()
+        assert found["chosen"]["worker_id"] == sent_to
+        excluded = {one["worker_id"]: one["excluded"] for one in found["candidates"] if one["excluded"]}
+        if guard == "all":
+            assert sent_to != worker
+            assert excluded == {worker: "crowded"}
+            why = f"; {worker} rank 0 would cost 10 and has 10, but is passed over: crowded, with 9 requests"
+        else:
+            assert sent_to == worker
+            assert excluded == {}
+            why = "10 of 10 blocks are cached there; it is crowded, with 9 requests, but no other rank has half of that"
+        assert found["reason"].startswith("the lowest cost, ")
+        assert found["reason"].endswith(why)
+
+
 @pytest.mark.parametrize(
     ("body", "status"),
     [

@@ -14,7 +14,7 @@ from backends.types import EngineKind
 from kv_events.index_types import Overlap
 from routers.cost import Cost, CostParameters, placement_cost
 from routers.explain import Explained
-from routers.kv_aware import KvAware
+from routers.kv_aware import Guard, KvAware
 from routers.load import RankLoad
 from routers.types import BlockGroup, Candidate, PromptBlocks, RankKey, RouteRequest
 
@@ -184,6 +184,37 @@ def test_a_temperature_leaves_the_guard_alone_and_equal_costs_equal() -> None:
 def test_temperatures_without_meaning_are_refused(temperature: float) -> None:
     with pytest.raises(ValueError, match="temperature is"):
         KvAware(random.Random(1), temperature=temperature)
+
+
+# The guard against crowds. One rank has nine requests, where the mean is three; by cost alone it would be chosen.
+
+CROWD: dict[str, tuple[dict[str, Any], int]] = {
+    "own history": ({"device": {"w0": 10, "w1": 4, "w2": 4}}, 4),
+    "own history in host memory": ({"device": {"w0": 2, "w1": 4}, "host": {"w0": 10}}, 2),
+    "half is elsewhere": ({"device": {"w0": 10, "w1": 5}}, 0),
+    "half is elsewhere, on disk": ({"device": {"w0": 10}, "disk": {"w1": 5}}, 0),
+    "half is in use": ({"device": {"w0": 10}}, 5),
+    "all that it has others have": ({"device": {"w0": 3, "w1": 3, "w2": 3}}, 0),
+}
+
+
+@pytest.mark.parametrize("guard", ["all", "shared"])
+@pytest.mark.parametrize("case", CROWD)
+def test_the_guard(guard: Guard, case: str) -> None:
+    tiers, used = CROWD[case]
+    candidates, asked = ranks(3), request(**tiers)
+    for candidate, requests in zip(candidates, (8, 0, 0), strict=True):
+        busy(candidate, requests=requests or 1)
+    hashes = asked.prompts[GROUP].sequence_hashes[:used]
+    candidates[0].load.book(requests=1, blocks=used, prefill_tokens=0, block_hashes=hashes)
+    policy = KvAware(random.Random(1), guard=guard)
+    first = policy.explain(asked, candidates)[0]
+    is_kept = guard == "shared" and case.startswith("own history")
+    assert (chosen(candidates, asked, policy) == "w0") is is_kept
+    assert (first.excluded, first.is_kept) == ((None, True) if is_kept else ("crowded", False))
+    candidates[1].load.book(requests=9, blocks=0, prefill_tokens=0)  # the mean is higher: the first is not crowded
+    first = policy.explain(asked, candidates)[0]
+    assert (first.excluded, first.is_kept) == (None, False)
 
 
 # What is not known.

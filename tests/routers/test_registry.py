@@ -1,8 +1,11 @@
 """Policies by name."""
 
+from typing import Any
+
 import pytest
 
 from backends.types import EngineKind
+from kv_events.index_types import Overlap
 from routers.cost import CostParameters
 from routers.kv_aware import KvAware
 from routers.load import RankLoad
@@ -48,6 +51,18 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
         make_policy("x", 1)
     with pytest.raises(ValueError, match="unknown policy 'x'"):
         make_pairs("x", 1)
+
+
+@pytest.mark.parametrize("name", sorted(BLOCK_POLICIES))
+@pytest.mark.parametrize(("guard", "where"), [({}, 1), ({"guard": "shared"}, 0)], ids=["default", "shared"])
+def test_the_guard_counts_for_prefill_and_for_one_worker_alone(name: str, guard: dict[str, Any], where: int) -> None:
+    group = BlockGroup(EngineKind.SGLANG, 16)
+    ranks = [Candidate(RankKey(one, 0), RankLoad(), group) for one in ("crowded", "idle")]
+    ranks[0].load.book(requests=9, blocks=0, prefill_tokens=0)
+    asked = RouteRequest(160, None, {group: PromptBlocks(16, 160, range(10), Overlap({("crowded", 0): 10}))})
+    pairs = make_pairs(name, 1, **guard)
+    for policy in (pairs.prefill, pairs.alone, make_policy(name, 1, **guard)):
+        assert policy.select(asked, ranks).candidate is ranks[where]
 
 
 @pytest.mark.parametrize("name", [None, *sorted(POLICIES)])

@@ -10,7 +10,7 @@ from backends.types import EngineKind
 from kv_events.index_types import Overlap
 from routers.assumed import PREDICTED_TTL_S, AssumedBlocks
 from routers.cost import DECODE_COST, CostParameters
-from routers.kv_aware import KvAware
+from routers.kv_aware import Guard, KvAware
 from routers.load import RankBooking, RankLoad
 from routers.types import BlockGroup, Candidate, PromptBlocks, RankKey, RouteRequest
 
@@ -21,9 +21,17 @@ SYSTEM = [10**9 + index for index in range(125)]  # 2,000 tokens
 class Site:
     """Ranks behind a policy; what each holds is said by hand, or predicted."""
 
-    def __init__(self, workers: int, parameters: CostParameters | None = None, *, predicts: bool = False) -> None:
+    def __init__(
+        self,
+        workers: int,
+        parameters: CostParameters | None = None,
+        *,
+        predicts: bool = False,
+        guard: Guard | None = None,
+    ) -> None:
         self.candidates = [Candidate(RankKey(f"w{index}", 0), RankLoad(), GROUP) for index in range(workers)]
-        self.policy = KvAware(random.Random(5), parameters or CostParameters())
+        rng, parameters = random.Random(5), parameters or CostParameters()
+        self.policy = KvAware(rng, parameters) if guard is None else KvAware(rng, parameters, guard=guard)
         self.cached: dict[tuple[str, int], int] = {}
         self.predicted = AssumedBlocks(PREDICTED_TTL_S) if predicts else None
         self.sent: Counter[str] = Counter()
@@ -74,8 +82,11 @@ def test_a9_5_equal_requests_spread_evenly_over_idle_workers(blocks: int, prefil
 @pytest.mark.parametrize("workers", [2, 3, 4, 8])
 @pytest.mark.parametrize("prefilled", ["none", "every other", "all"])
 @pytest.mark.parametrize("predicts", [False, True], ids=["events only", "predicting"])
-def test_a9_6_a_shared_system_prompt_makes_no_hot_spot(workers: int, prefilled: str, predicts: bool) -> None:
-    site = Site(workers, predicts=predicts)
+@pytest.mark.parametrize("guard", [None, "shared"])
+def test_a9_6_a_shared_system_prompt_makes_no_hot_spot(
+    workers: int, prefilled: str, predicts: bool, guard: Guard | None
+) -> None:
+    site = Site(workers, predicts=predicts, guard=guard)
     site.cached = {("w0", 0): len(SYSTEM)}
     for number in range(100):
         booking = site.send(SYSTEM + tail(number))
