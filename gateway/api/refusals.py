@@ -62,7 +62,10 @@ def install_error_shape(app: FastAPI, engine_routes: Iterable[str] = ()) -> None
         assert isinstance(exc, RequestValidationError)
         first = exc.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        return refusal(InvalidRequest(f"{where}: {first['msg']}", param=where).report, request)
+        # The first part says body or query; of a body that is no JSON the second is a position.
+        names = [part for part in first["loc"][1:] if isinstance(part, str)]
+        param = ".".join(names) or None
+        return refusal(InvalidRequest(f"{where}: {first['msg']}", param=param).report, request)
 
     async def on_known(request: Request, exc: Exception) -> Response:
         return refusal(report_of(exc), request)

@@ -126,6 +126,22 @@ async def test_what_is_no_http_is_refused_in_the_same_shape(front: RunningGatewa
         assert await connection.is_closed()
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "body", "param"),
+    [
+        ("POST", "/abort_request", b'{"rid":5}', "rid"),
+        ("POST", "/workers", b'{"worker_type":"prefill"}', "url"),
+        ("POST", "/workers", b'{"url":', None),
+        ("DELETE", "/workers/nobody?drain_timeout_s=never", b"", "drain_timeout_s"),
+    ],
+)
+async def test_the_field_at_fault_is_named_as_the_client_wrote_it(
+    front: RunningGateway, method: str, path: str, body: bytes, param: str | None
+) -> None:
+    answer = await call(front.address, path, body, method=method)
+    assert (answer.status, error_of(answer)["param"]) == (400, param)
+
+
 # Large bodies.
 
 LIMIT = 100_000
