@@ -170,6 +170,17 @@ async def test_vllm_pairs_serve_native_requests_by_decode_alone() -> None:
         assert fleet.prefills[0].log.requests_to(PATH) == []
 
 
+async def test_without_a_decode_worker_native_requests_are_refused() -> None:
+    async with (
+        engines({"role": "prefill", "bootstrap_port": 0}) as (engine,),
+        running_gateway(f"{engine.url},role=prefill") as gateway,
+    ):
+        answer = await ask(gateway, GENERATE, {"input_ids": [5, 6], **sampling()})
+        assert (answer.status, answer.json()["error"]["type"]) == (503, "unavailable")
+        assert "no worker that serves requests alone" in answer.json()["error"]["message"]
+        assert engine.log.requests_to(PATH) == []
+
+
 # Clients that leave, and aborts.
 
 

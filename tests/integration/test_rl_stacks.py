@@ -93,12 +93,12 @@ class Trainer:
 
 
 @asynccontextmanager
-async def trainer() -> AsyncIterator[Trainer]:
+async def trainer(engine_kind: str = "sglang") -> AsyncIterator[Trainer]:
     """Two engines, and a gateway that has not heard of them yet."""
     async with AsyncExitStack() as stack:
         engines = []
         for _ in range(2):
-            engine = SimulatedEngine(EngineOptions(inter_token_ms=2.0))
+            engine = SimulatedEngine(EngineOptions(engine=engine_kind, inter_token_ms=2.0, dev_mode=True))
             await engine.start()
             stack.push_async_callback(engine.stop)
             engines.append(engine)
@@ -115,6 +115,13 @@ def check_rollout(answer: Answer, tokens: int) -> None:
     assert meta["finish_reason"]["type"] in ("stop", "length", "abort")
     assert meta["prompt_tokens"] == len(IDS)
     assert meta["weight_version"] == answer.headers["x-forebay-weight-version"]
+
+
+def check_partial(answer: Answer, public_id: str) -> None:
+    """What there was of a long request when it was aborted."""
+    meta = answer.json()["meta_info"]
+    assert (answer.status, meta["finish_reason"]["type"], meta["id"]) == (200, "abort", public_id)
+    assert len(meta["output_token_logprobs"]) == meta["completion_tokens"] < 5000
 
 
 def added(n: int) -> list[str]:
@@ -182,15 +189,55 @@ async def test_slime() -> None:
             await t.go(
                 Step("POST /abort_request", {"rid": "0a1b"}, shows=['"aborted":\\["0a1b"\\]', '"status":"told"'])
             )
-            partial = await agent.answer()
-        meta = partial.json()["meta_info"]
-        assert (partial.status, meta["finish_reason"]["type"], meta["id"]) == (200, "abort", "0a1b")
-        assert len(meta["output_token_logprobs"]) == meta["completion_tokens"] < 5000
+            check_partial(await agent.answer(), "0a1b")
         await t.go(*SLIME_QUIET)
         await t.go(*SLIME_UPDATE)
         members = list(t.gateway.gateway.services.fleet)
         await until(lambda: all(one.weight_number == 1 for one in members), "the versions that probes find")
         await until(lambda: all(one.state is WorkerState.READY for one in members), "the end of the pause")
+        (after,) = await t.go(Step("POST /generate", body, headers={"x-forebay-min-weight-version": "1"}))
+        check_rollout(after, 8)
+        assert after.headers["x-forebay-weight-version"] == "1"
+        await t.go(Step("DELETE /workers/{w0}", status=202), Step("DELETE /workers/{w1}", status=202))
+        await until(lambda: not len(t.gateway.gateway.services.fleet), "their removal")
+
+
+async def test_slime_with_vllm_workers() -> None:
+    """The same requests as to SGLang, and the update at the gateway, since vLLM has other routes for it."""
+    async with trainer("vllm") as t:
+        await t.go(*SLIME_START)
+        await t.ready()
+        body = {"input_ids": IDS, "sampling_params": SLIME_SAMPLING, "return_logprob": True, "model": None}
+        (one, streamed, batch) = await t.go(
+            Step("POST /generate", body, headers={"X-SMG-Routing-Key": "session-1", **NO_KEY}),
+            Step("POST /generate", {**body, "stream": True, "return_routed_experts": False}),
+            Step("POST /generate", {**body, "input_ids": [IDS, IDS[1:]], "top_logprobs_num": 2, "lora_path": None}),
+        )
+        check_rollout(one, 8)
+        events = [json.loads(event) for event in streamed.events() if event != b"[DONE]"]
+        assert events[-1]["meta_info"]["finish_reason"]["type"] == "length"
+        assert len(events[-1]["meta_info"]["output_token_logprobs"]) == 8  # of all events together
+        assert [len(item["meta_info"]["output_top_logprobs"]) for item in batch.json()] == [8, 8]
+        long = {**SLIME_SAMPLING, "max_new_tokens": 5000}
+        async with wire(t.gateway.address) as agent, wire(t.gateway.address) as cut:
+            await agent.send(request_bytes("/generate", {**body, "rid": "0a1b", "sampling_params": long}))
+            await until(lambda: sum(engine.running for engine in t.engines) == 1, "it runs")
+            await t.go(
+                Step("POST /abort_request", {"rid": "0a1b"}, shows=['"aborted":\\["0a1b"\\]', '"status":"told"'])
+            )
+            check_partial(await agent.answer(), "0a1b")
+            await cut.send(request_bytes("/generate", {**body, "rid": "2c3d", "sampling_params": long}))
+            await until(lambda: sum(engine.running for engine in t.engines) == 1, "the next one runs")
+            await t.go(
+                Step("POST /pause_generation", {"mode": "abort"}),
+                Step("POST /flush_cache", {}),
+                # The weights themselves come by vLLM's own routes, engine by engine.
+                Step("POST /update_weights_from_disk", {"model_path": "x"}, 207, ['"status":501']),
+                *(Step(f"POST /workers/{{w{n}}}/call/start_weight_update", {}) for n in (0, 1)),
+                *(Step(f"POST /workers/{{w{n}}}/call/finish_weight_update", {"weight_version": "1"}) for n in (0, 1)),
+                Step("POST /continue_generation", {}),
+            )
+            check_partial(await cut.answer(), "2c3d")
         (after,) = await t.go(Step("POST /generate", body, headers={"x-forebay-min-weight-version": "1"}))
         check_rollout(after, 8)
         assert after.headers["x-forebay-weight-version"] == "1"
