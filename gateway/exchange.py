@@ -49,6 +49,8 @@ _STOPPED = {
 }
 # A client that is to be told that its request was stopped, and does not read that, has its connection ended.
 TELL_CLIENT_S = 1.0
+# The time has to pass in so many parts: a loop that was not run for longer has its turns before the client is cut off.
+_TELL_PARTS = 4
 _NO_USAGE = Usage()
 
 
@@ -70,6 +72,7 @@ class Exchange:
         "_downstream",
         "_engine_ids",
         "_envelope",
+        "_is_cut",
         "_model",
         "_outcome",
         "_placed",
@@ -105,6 +108,7 @@ class Exchange:
         self._stop_report: ErrorReport | None = None
         self._deadlines: Deadlines | None = None
         self._tell_timer: asyncio.TimerHandle | None = None
+        self._is_cut = False
         self._outcome: Outcome | None = None
         self._report: ErrorReport | None = None
         self._usage = _NO_USAGE
@@ -158,7 +162,15 @@ class Exchange:
         if self._placed is not None:
             self._placed.cancel(cause)
         if cause is not Cause.CLIENT_GONE:  # one that does not read would hold the request for ever
-            self._tell_timer = asyncio.get_running_loop().call_later(TELL_CLIENT_S, self._downstream.abort)
+            self._cut_later(_TELL_PARTS)
+
+    def _cut_later(self, parts: int) -> None:
+        if parts:
+            loop = asyncio.get_running_loop()
+            self._tell_timer = loop.call_later(TELL_CLIENT_S / _TELL_PARTS, self._cut_later, parts - 1)
+        else:
+            self._is_cut = True
+            self._downstream.abort()
 
     def _expire(self, report: ErrorReport) -> None:
         self._stop_report = report
@@ -261,6 +273,8 @@ class Exchange:
 
     def _settle(self, verdict: Verdict) -> None:
         self._usage = verdict.usage
+        if self._is_cut:
+            return  # the client did not get what its engine has completed
         self._outcome = verdict.outcome
         if verdict.message:
             self._report = ErrorReport(self._relay.status, "engine_error", verdict.message, verdict.outcome)
