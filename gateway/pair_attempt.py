@@ -141,6 +141,7 @@ class PairAttempt:
 
     def end(self) -> None:
         """The exchange is over; what goes on without it has other owners."""
+        self.turns.close()
         for run in self.runs:
             if not run.is_ended:
                 run.cancel(Cause.SIBLING_FAILED)
@@ -149,16 +150,23 @@ class PairAttempt:
 class Turns:
     """Whose turn it is: the runs that have something for the client, in the order in which they got it."""
 
-    __slots__ = ("_changed", "_runs")
+    __slots__ = ("_changed", "_is_closed", "_runs")
 
     def __init__(self) -> None:
         self._runs: deque[PairRun] = deque()
         self._changed = asyncio.Event()
+        self._is_closed = False
 
     def note(self, run: PairRun) -> None:
         """A run has something, or was stopped."""
-        self._runs.append(run)
-        self._changed.set()
+        if not self._is_closed:
+            self._runs.append(run)
+            self._changed.set()
+
+    def close(self) -> None:
+        """Nobody will ask any more: let go of the runs, which hold this object."""
+        self._is_closed = True
+        self._runs.clear()
 
     async def next(self, limit_s: float) -> tuple[PairRun, Output] | None:
         """The next thing for the client; ``None`` after a wait without any.

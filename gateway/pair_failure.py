@@ -76,6 +76,9 @@ def failure_of(error: Exception, part: Part) -> Failure:
 def raised(failure: Failure) -> Exception:
     """What the exchange is to see of a failure: an engine's refusal of the request as it is, for its body's sake."""
     error = failure.error
+    if isinstance(error, EngineRefused) and error.report.status < 500:
+        # Another one: that itself would hold the frames that it passes, and these the failure.
+        return EngineRefused(error.report, body=error.body, headers=error.headers)
     if isinstance(error, GatewayError) and error.report.status < 500:
         return error
     return PairFailed(failure)

@@ -169,6 +169,9 @@ class ConnectionProtocol(HttpToolsProtocol):
         self._tell()
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
+        # These hold this object, and each connection would wait for the garbage collector.
+        self.cycle = self.scope = self._running = None  # type: ignore[assignment]
+        self.pipeline.clear()
 
     def eof_received(self) -> None:
         """The client sends no more (asyncio callback). With an answer under way nobody is left to read it."""

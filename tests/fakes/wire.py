@@ -55,22 +55,25 @@ class Answer:
 
 
 class Wire:
-    """One connection."""
+    """One connection; ``patience_s`` is for each step of it, ``None`` where somebody else sets limits."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, patience_s: float | None = PATIENCE_S
+    ) -> None:
         self.reader = reader
         self.writer = writer
+        self._patience_s = patience_s
 
     async def send(self, data: bytes) -> None:
         """Write bytes."""
         self.writer.write(data)
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(self._patience_s):
             await self.writer.drain()
 
     async def head(self) -> tuple[int, dict[str, str]]:
         """Read one final head (100 Continue is skipped)."""
         while True:
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(self._patience_s):
                 raw = await self.reader.readuntil(b"\r\n\r\n")
             first, *lines = raw.decode("latin-1").rstrip("\r\n").split("\r\n")
             status = int(first.split(" ")[1])
@@ -79,7 +82,7 @@ class Wire:
 
     async def chunk(self) -> bytes:
         """Read one chunk of a chunked body, ``b""`` for the last."""
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(self._patience_s):
             size = int((await self.reader.readline()).split(b";")[0], 16)
             data = await self.reader.readexactly(size)
             await self.reader.readexactly(2)
@@ -101,7 +104,7 @@ class Wire:
                 while data := await self.chunk():
                     chunks.append(data)
             else:
-                async with asyncio.timeout(PATIENCE_S):
+                async with asyncio.timeout(self._patience_s):
                     chunks.append(await self.reader.readexactly(int(headers.get("content-length", "0"))))
         except asyncio.IncompleteReadError as exc:
             return Answer(status, headers, b"".join([*chunks, exc.partial]), chunks, is_whole=False)
@@ -111,7 +114,7 @@ class Wire:
 
     async def is_closed(self) -> bool:
         """Wait for the gateway to close the connection; whether nothing else came before."""
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(self._patience_s):
             try:
                 return await self.reader.read(1) == b""
             except ConnectionResetError:
@@ -130,7 +133,9 @@ class Wire:
 
 
 @asynccontextmanager
-async def wire(address: tuple[str, int], *, receive_buffer_bytes: int | None = None) -> AsyncIterator[Wire]:
+async def wire(
+    address: tuple[str, int], *, receive_buffer_bytes: int | None = None, patience_s: float | None = PATIENCE_S
+) -> AsyncIterator[Wire]:
     """Connect for the length of the block."""
     sock = socket.socket()
     sock.setblocking(False)
@@ -143,7 +148,7 @@ async def wire(address: tuple[str, int], *, receive_buffer_bytes: int | None = N
         raise
     reader, writer = await asyncio.open_connection(sock=sock, limit=256 * 1024)
     try:
-        yield Wire(reader, writer)
+        yield Wire(reader, writer, patience_s)
     finally:
         writer.close()
 
@@ -155,8 +160,9 @@ async def call(
     *,
     method: str = "POST",
     headers: dict[str, str] | None = None,
+    patience_s: float | None = PATIENCE_S,
 ) -> Answer:
     """One request on its own connection."""
-    async with wire(address) as connection:
+    async with wire(address, patience_s=patience_s) as connection:
         await connection.send(request_bytes(path, body, method=method, headers=headers))
         return await connection.answer()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from tests.fakes.running import TIME_SCALE
 from tests.fakes.wire import Answer, Wire, call
 from tests.soak.answers import Kind, read_answer
+from tests.soak.patience import patience
 from tests.soak.plan import Leave, Manner, Plan
 
 # From the first byte of a request to the last of its answer; an engine that hangs is killed much sooner.
@@ -69,7 +70,7 @@ class Client:
         """Do what the plan says; never raises for what the gateway does."""
         story = Story(plan)
         try:
-            async with asyncio.timeout(LIMIT_S):
+            async with patience(LIMIT_S):
                 await self._carry_out(story)
         except _Left:
             story.has_left = True
@@ -90,7 +91,7 @@ class Client:
     async def _carry_out(self, story: Story) -> None:
         plan = story.plan
         if self._wire is None:
-            self._wire = Wire(*await asyncio.open_connection(*self._address))
+            self._wire = Wire(*await asyncio.open_connection(*self._address), patience_s=None)
             story.note("connected")
         wire = self._wire
         await self._send(story, wire)
@@ -136,8 +137,9 @@ class Client:
         answer = Answer(story.status, headers, b"", [])
         try:
             await self._chunks(story, wire, answer.chunks)
-        except (asyncio.IncompleteReadError, ConnectionResetError, ValueError):
+        except (asyncio.IncompleteReadError, ConnectionResetError, ValueError) as exc:
             answer.is_whole = False
+            story.note(f"breaks off: {exc!r}")
         answer.body = b"".join(answer.chunks)
         return answer
 
@@ -180,7 +182,7 @@ class Client:
     async def _abort(self, story: Story) -> None:
         rid = story.plan.aborts
         assert rid is not None
-        answer = await call(self._address, "/abort_request", {"rid": rid})
+        answer = await call(self._address, "/abort_request", {"rid": rid}, patience_s=None)
         said = answer.json()
         story.note(f"abort: {answer.status} {said}")
         if answer.status != 200 or [rid] not in (said["aborted"], said["not_found"]):
