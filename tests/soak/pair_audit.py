@@ -25,7 +25,8 @@ def audit_pairs(lines: Iterable[Line], logs: Logs) -> list[str]:
             bad = [one for one in (*prefill, *decode) if not _is_whole(one) or "status" in one["faults"]]
             problems += [f"complete: {line}\n  but {one}" for one in bad]
         if line["outcome"] == Outcome.PREFILL_FAILED:
-            good = {id for one in prefill if _is_whole(one) and not one["faults"] for id in _ids(one)}
+            # One that has waited for decode too long says so in an answer without a token.
+            good = {id for one in prefill if _is_whole(one) and not one["faults"] and one["tokens"] for id in _ids(one)}
             if good >= set(line["engine_ids"]):
                 problems.append(f"prefill is blamed: {line}\n  but {prefill}")
     return problems

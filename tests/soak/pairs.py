@@ -46,7 +46,7 @@ async def compare(stories: Sequence[Story], engines: Sequence[Engine]) -> list[s
             engine = alone[plan.ask.body["model"]]
             if engine.model == VLLM_MODEL and plan.route.path == "/generate":
                 continue  # it has no such route; equal requests were compared with each other
-            answer = await call(("127.0.0.1", engine.port), plan.route.path, plan.ask.body)
+            answer = await call(("127.0.0.1", engine.port), plan.route.path, plan.ask.body, patience_s=_GONE_S)
             told = read_alone(plan, answer)
             if told.texts != story.texts or (story.prompts and told.prompts != story.prompts):
                 problems.append(f"alone {engine.name} says {told.texts} {told.prompts}\n  {story.prompts} {story}")

@@ -20,7 +20,7 @@ from tests.soak.bodies import EMBEDDER, MODEL, VLLM_MODEL
 from tests.soak.pair_bodies import SHORT_PROMPT_TOKENS
 from tests.soak.plan import MAX_BODY_BYTES
 
-START_S = 3 * PATIENCE_S
+START_S = 6 * PATIENCE_S
 CONTROL_S = 2.0 * TIME_SCALE
 # Answers above the second one are refused, those between the two are sent on while they are read.
 MAX_RESPONSE_BYTES = 3_000_000
@@ -114,13 +114,17 @@ class Child:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """Start it; what it prints is added to its files."""
+        """Start it; what it prints is added to its files.
+
+        In this session: Linux gives each session the same share of the cores (``sched_autogroup``), so the clients, one
+        process among all those of their session, would stand still for seconds.
+        """
         # Warnings about connections and coroutines that nobody closed or awaited are shown, and looked for later.
         command = [sys.executable, "-W", "always::ResourceWarning", "-m", "gateway", *self._arguments]
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("FOREBAY_")}
         with self.stdout.open("ab") as out, self.stderr.open("ab") as err:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=inherited, start_new_session=True
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=inherited, process_group=0
             )
 
     def send(self, number: signal.Signals) -> None:
@@ -254,11 +258,11 @@ class Gateway(Child):
 
     async def get(self, path: str) -> Any:
         """JSON of one of its own routes."""
-        return (await call(self.address, path, method="GET")).json()
+        return (await call(self.address, path, method="GET", patience_s=START_S)).json()
 
     async def text(self, path: str) -> str:
         """Text of one of its own routes."""
-        return (await call(self.address, path, method="GET")).body.decode()
+        return (await call(self.address, path, method="GET", patience_s=START_S)).body.decode()
 
     def sockets(self) -> int:
         """Sockets that it holds open."""

@@ -24,6 +24,8 @@ from tests.soak.saboteur import TROUBLE, Saboteur, Trouble
 
 CLIENTS = 32
 SETTLE_S = 30.0 * TIME_SCALE
+# Who is refused since no worker is left waits before the next request, else one death would use up hundreds of them.
+REFUSED_S = 0.25 * TIME_SCALE
 # Probes keep connections, and one of each may be on its way.
 IDLE_SOCKETS_PER_ENGINE = 3
 _SAMPLES = 40
@@ -169,6 +171,8 @@ async def _load(
                 break
             stories.append(await client.carry_out(plan(seed, number, scene.asks, scene.often)))
             saboteur.request_ended()
+            if stories[-1].status == 503:
+                await asyncio.sleep(REFUSED_S)
             if len(stories) % max(requests // _SAMPLES, 1) == 0:
                 report.rss.append((len(stories), rss_bytes(gateway.pid)))
         client.close()

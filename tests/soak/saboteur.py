@@ -12,7 +12,7 @@ from urllib.parse import quote
 from gateway.routes import ROUTES
 from tests.fakes.running import TIME_SCALE
 from tests.fakes.wire import call
-from tests.soak.processes import MAX_RESPONSE_BYTES, Engine, Gateway
+from tests.soak.processes import MAX_RESPONSE_BYTES, START_S, Engine, Gateway
 
 # So many requests end between two acts, or this much time passes.
 _REQUESTS_PER_FAULT = 4
@@ -164,12 +164,13 @@ class Saboteur:
         """Take it out of the fleet, and in again."""
         address = self._gateway.address
         path = f"/workers/{engine.worker_id}?drain_timeout_s={chance.choice((0.0, 0.2))}"
-        removed = await call(address, path, method="DELETE")
+        removed = await call(address, path, method="DELETE", patience_s=START_S)
         await self._pause(chance.randint(1, _REQUESTS_PER_DISTURBANCE))
         if engine.role == "regular":
-            added = await call(address, f"/add_worker?url={quote(engine.url)}")
+            added = await call(address, f"/add_worker?url={quote(engine.url)}", patience_s=START_S)
         else:
-            added = await call(address, "/workers", {"url": engine.url, "worker_type": engine.role})
+            body = {"url": engine.url, "worker_type": engine.role}
+            added = await call(address, "/workers", body, patience_s=START_S)
         self._note(engine, f"removed ({removed.status}) and added ({added.status})")
 
     async def _hold(self, chance: Random, engine: Engine) -> None:

@@ -86,6 +86,10 @@ def story(**values: Any) -> Story:
     return Story(replace(PLAN, **values), status=200, kind=None if values else Kind.WHOLE)
 
 
+def cut(**values: Any) -> Story:
+    return replace(story(**values), kind=Kind.CUT)
+
+
 @pytest.mark.parametrize(
     ("stories", "lines", "is_good"),
     [
@@ -96,6 +100,8 @@ def story(**values: Any) -> Story:
         pytest.param([story()], [line(outcome="client_closed")], False, id="another outcome"),
         pytest.param([story()], [line(outcome="fine")], False, id="no outcome"),
         pytest.param([story()], [line(status=500)], False, id="another status"),
+        pytest.param([cut(aborts="x")], [line(outcome="aborted")], True, id="aborted, not read and cut off"),
+        pytest.param([cut()], [line(outcome="aborted")], False, id="cut off, and nobody had asked for an abort"),
         pytest.param([story(leave=Leave.IN_HEAD)], [], True, id="no head, no line"),
         pytest.param([story(leave=Leave.IN_HEAD)], [line()], False, id="no head, and a line"),
         pytest.param([story(leave=Leave.IN_BODY)], [line(request_id=None)], True, id="left, without an id"),

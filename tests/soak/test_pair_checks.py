@@ -10,7 +10,7 @@ from tests.soak.pair_bodies import OFTEN, PAIR_ASKS
 from tests.soak.plan import plan
 
 ID = "a" * 32
-WHOLE: dict[str, Any] = {"rids": [ID], "headers": [], "status": 200, "ended": "complete", "faults": []}
+WHOLE: dict[str, Any] = {"rids": [ID], "headers": [], "status": 200, "ended": "complete", "faults": [], "tokens": 1}
 VLLM: dict[str, Any] = {**WHOLE, "rids": [], "headers": [["X-Request-Id", ID]]}
 
 
@@ -37,6 +37,7 @@ def logs(prefill: list[Any], decode: list[Any], *transfers: str) -> dict[str, An
         pytest.param(line(prefill_worker=None), [], [{**WHOLE, "status": 500}], True, id="no pair"),
         pytest.param(line(outcome="prefill_failed"), [{**WHOLE, "status": 500}], [], True, id="prefill refused"),
         pytest.param(line(outcome="prefill_failed"), [{**WHOLE, "faults": ["huge"]}], [], True, id="struck"),
+        pytest.param(line(outcome="prefill_failed"), [{**WHOLE, "tokens": 0}], [], True, id="waited in vain"),
         pytest.param(line(outcome="prefill_failed"), [], [], True, id="prefill has seen nothing"),
         pytest.param(line(outcome="prefill_failed"), [WHOLE], [WHOLE], False, id="blamed for nothing"),
     ],
