@@ -29,6 +29,9 @@ REFUSED_S = 0.25 * TIME_SCALE
 # Probes keep connections, and one of each may be on its way.
 IDLE_SOCKETS_PER_ENGINE = 3
 _SAMPLES = 40
+# What allocators keep back; 1 KiB left by each request would be more from so many requests on.
+MAX_GROWTH_BYTES = 6 * 2**20
+JUDGED_FROM = 15_000
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from tests.soak.audit import audit_access, audit_log, audit_metrics, audit_texts
 from tests.soak.bodies import ASKS, Ask
 from tests.soak.client import Story
 from tests.soak.plan import Leave, Manner, Plan, plan
+from tests.soak.run import JUDGED_FROM, MAX_GROWTH_BYTES, Report
 
 PLAN = Plan(1, "soak-1-1", ROUTES["/v1/chat/completions"], b"", 0, True, Ask({}, 1), "key")
 MESSAGES = replace(PLAN, route=ROUTES["/v1/messages"])
@@ -131,6 +132,18 @@ def test_the_other_audits() -> None:
     one.texts, two.texts = ("a",), ("b",)
     assert audit_texts([one, one]) == []
     assert audit_texts([one, two])
+
+
+def test_what_counts_as_growth() -> None:
+    def grown(left_bytes: int) -> int:
+        peak = 8 * 2**20  # of a large answer, in two of three samples
+        sizes = [
+            (ended, 90 * 2**20 + ended * left_bytes + peak * (ended % 3 > 0)) for ended in range(0, JUDGED_FROM, 500)
+        ]
+        return Report(rss=[*sizes, (JUDGED_FROM, 90 * 2**20 + JUDGED_FROM * left_bytes)]).growth_bytes
+
+    assert grown(0) == 0
+    assert grown(1024) > MAX_GROWTH_BYTES
 
 
 def test_plans_are_the_same_again_and_leave_nothing_out() -> None:

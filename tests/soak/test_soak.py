@@ -10,7 +10,7 @@ import pytest
 from tests.fakes.running import TIME_SCALE
 from tests.soak.pair_bodies import OFTEN, PAIR_ASKS
 from tests.soak.processes import ENGINES, FEWER_ENGINES, FEWER_HALVES, HALVES, PAIR_OPTIONS
-from tests.soak.run import Scene, soak
+from tests.soak.run import JUDGED_FROM, MAX_GROWTH_BYTES, Scene, soak
 from tests.soak.saboteur import PAIR_TROUBLE
 
 # The small ones are the same in every run: what is asked, and what is done to the engines, though not quite when.
@@ -20,8 +20,6 @@ REQUESTS = int(os.environ.get("SOAK_REQUESTS", "20000"))
 SMALL = 700
 PAIR_REQUESTS = int(os.environ.get("SOAK_REQUESTS", "20000"))
 SMALL_PAIRS = 300
-# What allocators keep back; 1 KiB left by each request would be more than twice as much.
-MAX_GROWTH_BYTES = 6 * 2**20
 SHOWN = 5
 
 
@@ -42,7 +40,7 @@ async def _soak(requests: int, seed: int, scene: Scene, directory: Path) -> None
     if scene.trouble is PAIR_TROUBLE:
         # Two thirds of them could; the rest finds, at worst, a role that has no worker.
         assert report.paired > requests / 4, f"SOAK_SEED={seed}: {report}"
-    if requests >= 10_000:
+    if requests >= JUDGED_FROM:
         assert report.growth_bytes < MAX_GROWTH_BYTES, f"SOAK_SEED={seed}: {report}"
 
 
