@@ -1,12 +1,14 @@
 """From the runs of a request over a pair to its client: one stream, or one document."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import msgspec
 
+from backends.errors import AnswerBroken, ConnectionDropped
 from backends.pair_events import Fail, Finish
-from backends.pair_types import Failure
+from backends.pair_types import Failure, Part
 from backends.slices import run as run_slices
 from backends.upstream.base import AnswerHead, Headers
 from gateway.answer import Usage, Verdict, passed_headers, unary_verdict
@@ -21,6 +23,8 @@ from gateway.pair_run import PairRun
 from gateway.prompt_logprobs import PromptLogprobs
 
 _DONE = b"[DONE]"
+# A stream that ends so, once it has begun, has been cut.
+_BROKEN_OFF = (AnswerBroken, ConnectionDropped)
 
 
 class _ClientSide(ClientSide, Protocol):
@@ -110,6 +114,8 @@ class _Relay:
         """An engine that ends its answer by itself has the last word, if no other sample goes on."""
         error = failure.error
         if not isinstance(error, EndedByEngine) or len(self._attempt.runs) > 1 or run.head is None:
+            if self._client.status and failure.part is Part.DECODE and isinstance(error, _BROKEN_OFF):
+                failure = replace(failure, outcome=str(Outcome.TRUNCATED))
             raise raised(failure)
         block = error.block
         if error.verdict.outcome is Outcome.ENGINE_ERROR and _DONE not in block:

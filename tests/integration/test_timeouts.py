@@ -45,7 +45,7 @@ async def stalling(request: SeenRequest, reply: Reply) -> None:
 
 
 @pytest.mark.parametrize("limit", ["request_timeout_s", "first_token_timeout_s"])
-async def test_a_stream_that_does_not_begin_is_a_504(limit: str) -> None:
+async def test_field_case_107_a_stream_that_does_not_begin_is_a_504(limit: str) -> None:
     async with limited(silent, **{limit: LIMIT_S}) as (engine, gateway):
         answer = await call(gateway.address, "/generate", {"text": "a", "stream": True})
         assert (answer.status, answer.json()["error"]["type"]) == (504, "timeout")
@@ -54,7 +54,7 @@ async def test_a_stream_that_does_not_begin_is_a_504(limit: str) -> None:
         assert engine.aborted == []  # a stream is told by closing
 
 
-async def test_a_unary_request_is_aborted_at_its_limit() -> None:
+async def test_field_case_107_a_unary_request_is_aborted_at_its_limit() -> None:
     async def script(request: SeenRequest, reply: Reply) -> None:
         await until(lambda: request.rid in engine.aborted, "the abort")
         await reply.whole(b"{}")

@@ -159,7 +159,7 @@ async def test_long_bodies_are_not_taken(tokenizers: PromptTokenizers) -> None:
     assert await ids_of(tokenizers, VLLM, "/v1/completions", {"prompt": ["a " * 300_000] * 2}) is None
 
 
-async def test_the_loop_goes_on_meanwhile(tokenizers: PromptTokenizers) -> None:
+async def test_field_case_131_the_loop_goes_on_meanwhile(tokenizers: PromptTokenizers) -> None:
     loop = asyncio.get_running_loop()
     turns = 0
 
