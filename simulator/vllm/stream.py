@@ -22,6 +22,8 @@ def event(body: dict[str, Any]) -> bytes:
 class VllmRenderer:
     """What the three routes have in common; a renderer serves one stream."""
 
+    tells_empty_aborts = False
+
     def __init__(self, request: VllmRequest, context: Context) -> None:
         self.request = request
         self.context = context
@@ -40,7 +42,8 @@ class VllmRenderer:
             self._is_failed = True
             return (failure_event(finish.message, finish.status_code),)
         before = self.before(index, sequence)
-        if finish is not None and finish.kind is FinishKind.ABORT and not sequence.output:
+        is_empty_abort = finish is not None and finish.kind is FinishKind.ABORT and not sequence.output
+        if is_empty_abort and not self.tells_empty_aborts:
             # The real server takes an abort before the first token for an empty chunk of a prefill.
             return before
         text = self._new_text(index, sequence)
@@ -193,6 +196,8 @@ class ChatRenderer(VllmRenderer):
 
 class GenerateRenderer(VllmRenderer):
     """Events of ``/inference/v1/generate``."""
+
+    tells_empty_aborts = True
 
     def __init__(self, request: VllmRequest, context: Context) -> None:
         super().__init__(request, context)

@@ -48,15 +48,26 @@ NOT_SIMULATED = {
     "misc/render-chat": "rendering is not simulated",
     "misc/render-completions": "rendering is not simulated",
 }
+# Aborted before their first token, with the name that the abort went by.
+EARLY_ABORTS = {
+    f"abort/{kind}-{how}-before-first-token": f"{name}-early-{kind}-{how}{item}"
+    for kind, name, item in (
+        ("chat", "chatcmpl", ""),
+        ("completions", "cmpl", "-0"),
+        ("generate", "generate-tokens", ""),
+    )
+    for how in ("stream", "stream-usage", "unary")
+}
+EARLY_ABORTS["pd/abort-before-first-token-stream"] = "cmpl-stall-cap-0"
 # Captures that a scenario below replays together.
 IN_SCENARIOS = {
+    *EARLY_ABORTS,
     "abort/chat-stream-by-response-id",
     "abort/completions-stream-by-engine-id",
     "abort/completions-stream-by-response-id",
     "abort/completions-unary-by-engine-id",
     "abort/generate-stream-by-response-id",
     "abort/generate-unary-by-response-id",
-    "pd/abort-before-first-token-stream",
     "engine-death/health-after",
     "engine-death/stream-chat",
     "engine-death/stream-completions",
@@ -201,13 +212,14 @@ async def test_abort(name: str, abort: str, is_hit: bool) -> None:
         assert_same_shape(capture, await task)
 
 
-async def test_abort_before_the_first_token() -> None:
-    capture = load_vllm_capture("pd/abort-before-first-token-stream")
+@pytest.mark.parametrize(("name", "abort"), EARLY_ABORTS.items())
+async def test_abort_before_the_first_token(name: str, abort: str) -> None:
+    capture = load_vllm_capture(name)
     async with running(SINGLE) as engine, asyncio.TaskGroup() as group:
         engine.freeze()
         task = group.create_task(send_one(engine.port, capture.request))
         await engine.wait_for(lambda e: e.running == 1)
-        await ask(engine.port, "/inference/v1/abort_requests", {"request_ids": ["cmpl-stall-cap-0"]})
+        await ask(engine.port, "/inference/v1/abort_requests", {"request_ids": [abort]})
         assert_same_shape(capture, await task)
 
 

@@ -125,8 +125,16 @@ def test_the_last_event_waits_for_the_usage() -> None:
     assert last["output_ids"] == [5]
 
 
-def test_an_abort_before_the_first_token_is_told() -> None:
-    found = payloads(stream(plan()).feed(0, captured("pd/abort-before-first-token-stream")))
+@pytest.mark.parametrize(
+    "name",
+    [
+        "abort/generate-stream-before-first-token",
+        "abort/generate-stream-usage-before-first-token",
+        "pd/abort-before-first-token-stream",  # of another route, without a finish reason
+    ],
+)
+def test_an_abort_before_the_first_token_is_told(name: str) -> None:
+    found = payloads(stream(plan()).feed(0, captured(name)))
     assert [(one["output_ids"], one["meta_info"]["finish_reason"]) for one in found] == [([], ABORTED)]
 
 
