@@ -11,7 +11,7 @@ import zmq
 from backends.types import EngineFacts, EngineKind
 from gateway.kv_relayed import RelayedRank
 from kv_events.errors import SourceMisconfigured
-from kv_events.index import PrefixIndex
+from kv_events.index import PrefixIndex, RankId
 from kv_events.index_sweep import IndexSweeper
 from kv_events.publisher import PublisherSpec, SourceObserver, SubscriberLimits
 from kv_events.sequence import SourceState
@@ -275,10 +275,11 @@ class KvView:
         told = (subscriber.problem for subscriber in followed.subscribers.values())
         return followed.problem or next(filter(None, told), "")
 
-    def is_trusted(self, key: RankKey) -> bool:
+    def is_trusted(self, key: RankId) -> bool:
         """Whether what the index has of a rank is right."""
-        followed = self._followed.get(key.worker_id)
-        return followed is not None and followed.states.get(key.dp_rank) in TRUSTED
+        worker_id, dp_rank = key
+        followed = self._followed.get(worker_id)
+        return followed is not None and followed.states.get(dp_rank) in TRUSTED
 
     def is_whole(self, key: RankKey) -> bool:
         """Whether the index has all that a rank holds, so that nothing needs to be guessed of it."""

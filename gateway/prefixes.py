@@ -15,7 +15,7 @@ from gateway.parity import Parity
 from gateway.prompts import Prompt, namespace_of, prompt_in_ids, prompt_of, prompt_text
 from gateway.routes import ROUTES, Dialect, Route
 from gateway.tokens.service import PromptTokenizers
-from kv_events.index_types import Overlap
+from kv_events.index_types import Overlap, RankId
 from kv_events.types import Namespace
 from routers.assumed import APPROXIMATE_TTL_S, PREDICTED_TTL_S, AssumedBlocks, Assumption
 from routers.fleet import Fleet
@@ -214,7 +214,7 @@ class Prefixes:
             for tier, more in zip(tiers, (pairs.device, pairs.host, pairs.disk), strict=True):
                 tier.update(more)
         for tier in tiers:
-            for rank in [rank for rank in tier if not self._follows(RankKey(*rank))]:
+            for rank in [rank for rank in tier if not self._follows(rank)] if tier else ():
                 del tier[rank]
         return overlap
 
@@ -226,9 +226,9 @@ class Prefixes:
         if self._predicts:
             self._predicted.merge_into(overlap, hashes, now)
 
-    def _follows(self, key: RankKey) -> bool:
+    def _follows(self, key: RankId) -> bool:
         """Whether what events tell of a rank can be gone by."""
-        return self._uses_events and self._kv.is_trusted(key) and not self.parity.is_mismatched(key.worker_id)
+        return self._uses_events and self._kv.is_trusted(key) and not self.parity.is_mismatched(key[0])
 
     def _knows_all(self, key: RankKey) -> bool:
         """Whether events tell all of a rank; one that has never said anything is not just an empty cache."""

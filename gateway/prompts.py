@@ -18,7 +18,10 @@ from routers.types import BlockGroup
 _string = msgspec.json.Decoder(str)
 _items = msgspec.json.Decoder(list[msgspec.Raw])
 # Prompts that are more than their ids, or none that could be hashed.
-_MEDIA = ("image_data", "video_data", "audio_data", "input_embeds", "prompt_embeds", "mm_hashes")
+_MEDIA = frozenset({"image_data", "video_data", "audio_data", "input_embeds", "prompt_embeds", "mm_hashes"})
+# What may name another namespace than the base; besides, the model may be an adapter's.
+_NAMING = frozenset({"extra_key", "cache_salt", "lora_path", "model"})
+_ENGINES = tuple(EngineKind)
 # Where the ids stand if they come as such.
 _ID_FIELDS = {Dialect.NATIVE: "input_ids", Dialect.COMPLETIONS: "prompt", Dialect.CHAT: "input_ids"}
 # What makes the prompt, in the order in which it does, for hashing it as text.
@@ -70,7 +73,7 @@ def prompt_in_ids(route: Route, envelope: Envelope, model: str) -> Prompt | None
     """The prompt of a request that brings token ids; ``None`` if it brings text, or ids that nobody could hash."""
     body = envelope.body
     field_name = _ID_FIELDS.get(route.dialect)
-    if field_name is None or any(body.text(name) for name in _MEDIA):
+    if field_name is None or any(map(body.text, _MEDIA.intersection(body.fields))):
         return None
     text = body.text(field_name)
     if field_name in body.id_counts:
@@ -86,7 +89,7 @@ def prompt_in_ids(route: Route, envelope: Envelope, model: str) -> Prompt | None
             return None
     tokens = envelope.prompt_tokens or len(ids) // 4
     is_native = route.dialect is Dialect.NATIVE
-    return Prompt(dict.fromkeys(EngineKind, ids), tokens, body, model, is_native=is_native)
+    return Prompt(dict.fromkeys(_ENGINES, ids), tokens, body, model, is_native=is_native)
 
 
 def prompt_of(
@@ -121,6 +124,8 @@ def namespace_of(body: JsonBody, model: str, facts: EngineFacts, *, is_native: b
         facts: The engine.
         is_native: The request is one of SGLang's own route; a vLLM worker gets its names for these two.
     """
+    if _NAMING.isdisjoint(body.fields) and model not in facts.adapters:
+        return BASE
     is_sglang = facts.engine is EngineKind.SGLANG
     if is_sglang and body.text("extra_key"):
         return None

@@ -210,7 +210,10 @@ def parse_ids(raw: bytes) -> bytes:
     # numpy reads digits several times faster than a JSON parser makes integers, but it forgives more: an empty list,
     # numbers of other kinds. What has nothing but these characters, and is valid, can only be a list of integers.
     if raw[:1] == b"[" and raw[1:2].isdigit() and raw.translate(None, b"0123456789, ") == b"[]":
-        return pack_tokens(np.fromstring(raw[1:-1], dtype=np.int64, sep=","))
+        ids = np.fromstring(raw[1:-1], dtype=np.int64, sep=",")
+        # There is no sign, and what has more than 64 bits is read as the highest number.
+        if ids.max() <= _U32:
+            return ids.astype("<u4").tobytes()
     return _parse_any(raw)
 
 

@@ -9,6 +9,7 @@ nothing to look through.
 
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from itertools import islice
 
 from kv_events.index_holder import (
@@ -33,7 +34,6 @@ DEFAULT_CAPACITY_BLOCKS = 4_000_000
 MAX_INTERNED_MASKS = 65_536
 # More than one call can take from a namespace.
 HELD = 1 << 40
-LOOKUP_CHUNK_BLOCKS = 64
 _SEQUENCE_MASK = (1 << SHIFT) - 1
 
 __all__ = ["ApplyReport", "Overlap", "PrefixIndex", "RankId"]
@@ -307,13 +307,13 @@ class PrefixIndex:
         if number is None or namespace.opaque is not None:
             return result
         tag = number << SHIFT
+        keys = (sequence | tag for sequence in sequence_hashes) if tag else sequence_hashes
         shards, holding, last, depth = self._shards, self._live, -1, 0
         by_tier = {Tier.DEVICE: result.device, Tier.HOST: result.host, Tier.DISK: result.disk}
-        for start in range(0, len(sequence_hashes), LOOKUP_CHUNK_BLOCKS):
-            chunk = sequence_hashes[start : start + LOOKUP_CHUNK_BLOCKS]
-            if tag:
-                chunk = [sequence | tag for sequence in chunk]
-            for mask in [shards[key >> SHARD_SHIFT & SHARD_MASK].get(key, 0) for key in chunk]:
+        # Until there is a block that nobody holds.
+        with suppress(KeyError):
+            for key in keys:
+                mask = shards[key >> SHARD_SHIFT & SHARD_MASK][key]
                 # Masks are interned: mostly the same object as for the block before.
                 if mask is not last:
                     still = holding & mask

@@ -59,7 +59,7 @@ class NamespaceTable:
 
     def find(self, namespace: Namespace) -> int | None:
         """Look up a namespace that a request names; ``None`` if no block lies in it."""
-        return BASE_ID if namespace == BASE else self._ids.get(namespace)
+        return BASE_ID if namespace is BASE or namespace == BASE else self._ids.get(namespace)
 
     def number(self, namespace: Namespace | None) -> int:
         """Give the number of a namespace, a new one if it has none; ``None`` and all opaque ones share one number."""
