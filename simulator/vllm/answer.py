@@ -49,7 +49,9 @@ def stop_reason(sequence: Sequence) -> int | str | None:
 
 
 def weight_versions(sequence: Sequence, context: Context) -> list[dict[str, Any]]:
-    """Return which weights made which tokens."""
+    """Return which weights made which tokens; nothing where there are none."""
+    if not sequence.output:
+        return []
     return [{"version": context.weight_version, "start": 0, "end": len(sequence.output)}]
 
 

@@ -220,7 +220,9 @@ async def test_abort_before_the_first_token(name: str, abort: str) -> None:
         task = group.create_task(send_one(engine.port, capture.request))
         await engine.wait_for(lambda e: e.running == 1)
         await ask(engine.port, "/inference/v1/abort_requests", {"request_ids": [abort]})
-        assert_same_shape(capture, await task)
+        raw = await task
+    assert_same_shape(capture, raw)
+    assert raw.count(b'"weight_versions":[]') == capture.response.count(b'"weight_versions":[]')
 
 
 async def test_two_requests_with_one_id() -> None:
