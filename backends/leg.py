@@ -26,6 +26,10 @@ from backends.sse import data_of, events
 from backends.types import Worker
 from backends.upstream.base import UpstreamCall
 
+# The same for all legs.
+_PRODUCED = Produced()
+_OVER = Over()
+
 
 class Booking(Protocol):
     """Load that a leg has booked on its worker."""
@@ -168,7 +172,7 @@ class Leg:
         self._booking.first_token()
         if self._on_first_token is not None:
             self._on_first_token()
-        self._do(self._machine.on(Produced()))
+        self._do(self._machine.on(_PRODUCED))
 
     def saw(self, block: bytes) -> None:
         """Whole events of the answer: note the first output among them.
@@ -189,7 +193,7 @@ class Leg:
         """The answer, or the interest in it, is over. A second call does nothing, since several may see the end."""
         if self.is_ended:
             return
-        self._do(self._machine.on(Over(error)))
+        self._do(self._machine.on(Over(error) if error else _OVER))
 
     def cancel(self, cause: Cause, *, is_paused: bool = False) -> None:
         """Nobody waits for the answer any more: end the leg in the way of its policy.

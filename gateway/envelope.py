@@ -131,10 +131,7 @@ def header_value(text: str) -> bytes:
 
 def read_headers(headers: Headers) -> dict[bytes, bytes]:
     """Headers by name; of repeated ones the first."""
-    by_name: dict[bytes, bytes] = {}
-    for name, value in headers:
-        by_name.setdefault(name, value)
-    return by_name
+    return dict(reversed(headers))
 
 
 def request_id_of(headers: Mapping[bytes, bytes]) -> str | None:

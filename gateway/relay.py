@@ -113,7 +113,7 @@ class AnswerRelay:
             return await forward_built(self, placed, self._dialect, self._limits.max_response_bytes, self._clock)
         if len(placed.legs) > 1:
             return await self._samples(placed)
-        head = await self._head(placed)
+        head = await (self._head(placed) if self.keepalive_s else placed.leg.call.head())
         placed.member.last_byte_at = self._clock()
         if not 200 <= head.status < 300:
             raise await refusal_of(placed.leg.call, placed.ids, head, self._limits.max_response_bytes)
@@ -268,8 +268,6 @@ class AnswerRelay:
 
     async def _head(self, placed: Placed) -> AnswerHead:
         call = placed.leg.call
-        if not self.keepalive_s:
-            return await call.head()
         while True:
             timer = self._tick_later(call)
             try:
@@ -329,7 +327,7 @@ class AnswerRelay:
         call = placed.leg.call
         parts: list[bytes] = []
         size = 0
-        while size <= buffer_bytes and (data := await call.read()):
+        while size <= buffer_bytes and not call.is_complete and (data := await call.read()):
             self.silent_since = self._clock()
             size += len(data)
             parts.append(data)

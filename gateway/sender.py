@@ -4,9 +4,9 @@ import functools
 from collections.abc import Mapping, Sequence
 
 from backends.base import NO_CHANGES
-from backends.cancel_policy import LegKind, abort_capability, cancel_policy
+from backends.cancel_policy import CancelPolicy, LegKind, abort_capability, cancel_policy
 from backends.leg import Leg
-from backends.types import EngineFacts, EngineIds
+from backends.types import EngineFacts, EngineIds, EngineKind
 from gateway.envelope import Envelope
 from gateway.expand import choice_changes, choice_ids
 from gateway.ids import IdMap, id_map
@@ -178,13 +178,7 @@ class Sender:
             worker=member.worker,
             backend=backend,
             engine_ids=engine_ids.abortable,
-            policy=cancel_policy(
-                facts.engine,
-                abort_capability(facts.engine, facts.version),
-                kind=LegKind.AGGREGATED,
-                is_stream=self.is_stream,
-                has_ids=reveals_ids or bool(engine_ids.abortable),
-            ),
+            policy=_policy(facts.engine, facts.version, self.is_stream, reveals_ids or bool(engine_ids.abortable)),
             call=call,
             booking=booking,
             keeper=services.aborter,
@@ -197,3 +191,10 @@ class Sender:
             services.fleet.sent(member, services.clock())
         self.legs.append(leg)
         self.sent_ids += engine_ids.sent
+
+
+@functools.lru_cache(maxsize=256)
+def _policy(engine: EngineKind, version: tuple[int, ...], is_stream: bool, has_ids: bool) -> CancelPolicy:
+    """How a leg is cancelled; there are few releases in a fleet."""
+    capability = abort_capability(engine, version)
+    return cancel_policy(engine, capability, kind=LegKind.AGGREGATED, is_stream=is_stream, has_ids=has_ids)

@@ -197,6 +197,10 @@ class H1Call:
 
     def close(self) -> None:
         """Give the call up; see ``UpstreamCall.close``."""
+        if self._finished and not self._parts:  # the end of most calls
+            self._reader = None
+            self._interrupted = False
+            return
         if self._error is None and not self.is_complete:  # unread parts are dropped, which must not look like an end
             self._error = CallClosed("closed by this side")
         self._parts = []

@@ -17,6 +17,7 @@ JOIN_BODY_BELOW_BYTES = 64 * 1024
 # What is left of an answer of this announced length after the read with its head goes past the parser, which would
 # copy it and has nothing to say about it.
 PLAIN_FROM_BYTES = 64 * 1024
+_READ_HEADERS = frozenset({b"content-length", b"transfer-encoding", b"content-type"})
 
 
 class Pool(Protocol):
@@ -233,6 +234,8 @@ class H1Connection(asyncio.Protocol):
             return
         name = name.lower()
         self._headers.append((name, value))
+        if name not in _READ_HEADERS:
+            return
         if name == b"content-length":
             self._content_length = int(value)
         elif name == b"transfer-encoding":
