@@ -53,6 +53,20 @@ def test_nothing_stays_booked() -> None:
     assert all(candidate.load.is_idle for candidate in done.candidates)
 
 
+def test_variants_of_a_policy_have_names() -> None:
+    plain, shared = run("kv-aware", agents(), SETUP, 1), run("kv-aware/shared", agents(), SETUP, 1)
+    assert run("kv-aware/all:1:16:0", agents(), SETUP, 1).ttft_s == plain.ttft_s
+    assert run("kv-aware:1:0:64", agents(), SETUP, 1).ttft_s != plain.ttft_s
+    assert len(shared.ttft_s) == len(plain.ttft_s)
+    assert policy_of("round-robin", 1).name == "round-robin"
+
+
+@pytest.mark.parametrize("name", ["kv-unaware", "kv-aware/none", "kv-aware:1:2:3:4", "kv-aware:x", "kv-aware:-1"])
+def test_what_is_no_policy_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"unknown policy|could not convert|must be in"):
+        policy_of(name, 1)
+
+
 def test_a_prompt_that_was_computed_is_not_computed_again() -> None:
     prompt = (Piece(7, 4096),)
     alone = Traffic("two", [Turn(0.0, prompt, 8, "a"), Turn(30.0, prompt, 8, "b")], "")
