@@ -240,6 +240,7 @@ class AbortSupervisor:
 
         async def ask(worker: Worker, request: UpstreamRequest) -> None:
             try:
+                self._counters.abort_sent(worker.id)
                 async with asyncio.timeout(self._call_timeout_s):
                     status, _ = await fetch(self._client, worker.origin, request)
                 statuses[worker.id] = status

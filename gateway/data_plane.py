@@ -32,6 +32,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+_EVENT_STREAM: Final = b"text/event-stream"
 # A socket that is closed with this setting is reset.
 _RESETS: Final = struct.pack("ii", 1, 0)
 _POST_TARGETS = {path.encode(): route for path, route in ROUTES.items() if "POST" in route.methods}
@@ -42,12 +43,31 @@ class ClientLeft(Exception):
 
 
 class AsgiDownstream:
-    """``Downstream`` over ASGI messages and the server's connection."""
+    """``Downstream`` over ASGI messages and the server's connection.
 
-    __slots__ = ("_connection", "_cycle", "_has_no_framing", "_on_gone", "_send", "is_gone")
+    Args:
+        send: Takes ASGI messages.
+        connection: Its ``running`` request is the one that is answered.
+        services: Have the clock, and count the time between events.
+    """
 
-    def __init__(self, send: Send, connection: ConnectionProtocol) -> None:
+    __slots__ = (
+        "_clock",
+        "_connection",
+        "_cycle",
+        "_event_at",
+        "_has_no_framing",
+        "_on_gap",
+        "_on_gone",
+        "_send",
+        "is_gone",
+    )
+
+    def __init__(self, send: Send, connection: ConnectionProtocol, services: Services) -> None:
         self._send = send
+        self._clock = services.clock
+        self._on_gap = services.metrics.event_gap
+        self._event_at: float | None = None  # of streams only, 0 before the first
         self._connection = connection
         self._cycle = connection.running
         self._on_gone: Callable[[], None] | None = None
@@ -74,6 +94,8 @@ class AsgiDownstream:
             if self._has_no_framing:
                 # Clients of HTTP/1.0 know no chunks: the body ends with the connection, which the server then closes.
                 cycle.chunked_encoding, cycle.expected_content_length = False, sys.maxsize
+        if any(name == b"content-type" and value.startswith(_EVENT_STREAM) for name, value in headers):
+            self._event_at = 0.0
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def answer(self, status: int, headers: Headers, body: bytes) -> None:
@@ -84,16 +106,31 @@ class AsgiDownstream:
 
     def write_now(self, data: bytes) -> bool:
         """See ``Downstream.write_now``."""
-        return self._cycle is not None and not self.is_gone and self._connection.write_piece(self._cycle, data)
+        if self._cycle is None or self.is_gone or not self._connection.write_piece(self._cycle, data):
+            return False
+        if self._event_at is not None:
+            self._note_event(data)
+        return True
 
     async def write(self, data: bytes) -> None:
         """See ``Downstream.write``."""
         if not self.is_gone and not self.write_now(data):
+            self._note_event(data)
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    def _note_event(self, data: bytes) -> None:
+        """Count the time since the piece before, if both are of events."""
+        before = self._event_at
+        if before is None or not data or data.startswith(b":"):
+            return
+        now = self._event_at = self._clock()
+        if before:
+            self._on_gap(now - before)
 
     async def finish(self, data: bytes = b"") -> None:
         """See ``Downstream.finish``."""
         if not self.is_gone:
+            self._note_event(data)
             if self._has_no_framing and self._cycle is not None:
                 self._cycle.expected_content_length = len(data)
             await self._send({"type": "http.response.body", "body": data, "more_body": False})
@@ -132,7 +169,7 @@ class DataPlane:
             raise RuntimeError("the data plane needs gateway.protocol.ConnectionProtocol as the server's protocol")
         client = scope.get("client")
         request = self._request(scope["method"], route, scope["headers"], client[0] if client else None)
-        exchange = Exchange(self._services, route, request, AsgiDownstream(send, connection))
+        exchange = Exchange(self._services, route, request, AsgiDownstream(send, connection, self._services))
         refusal = self._refusal(request, route.methods)
         if refusal is not None:
             await exchange.refuse(refusal)
@@ -160,7 +197,8 @@ class DataPlane:
             or self._refusal(request, route.methods) is not None
         ):
             return None
-        return Exchange(self._services, route, request, AsgiDownstream(cast(Send, cycle.send), connection))
+        downstream = AsgiDownstream(cast(Send, cycle.send), connection, self._services)
+        return Exchange(self._services, route, request, downstream)
 
     def _request(self, method: str, route: Route, headers: Headers, client_host: str | None) -> ClientRequest:
         by_name = read_headers(headers)

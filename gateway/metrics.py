@@ -25,6 +25,7 @@ OTHER: Final = "other"
 # Up to ten minutes: long generations are normal.
 _REQUEST_BOUNDS_S: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _FIRST_BYTE_BOUNDS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_EVENT_BOUNDS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0)
 _QUEUE_BOUNDS_S: Final = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _ROUTE_BOUNDS_S: Final = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 0.1)
 
@@ -73,6 +74,7 @@ class Metrics:
         "_access_log_dropped",
         "_attempts",
         "_first_byte",
+        "_gaps",
         "_handoff_abandoned",
         "_in_flight",
         "_knows_model",
@@ -113,6 +115,7 @@ class Metrics:
         self._handoff_abandoned = 0
         self._request = Histogram(_REQUEST_BOUNDS_S)
         self._first_byte = Histogram(_FIRST_BYTE_BOUNDS_S)
+        self._gaps = Histogram(_EVENT_BOUNDS_S)
         self._route = Histogram(_ROUTE_BOUNDS_S)
         self._queue = Histogram(_QUEUE_BOUNDS_S)
         self._registry = CollectorRegistry(auto_describe=False)
@@ -137,6 +140,10 @@ class Metrics:
         self._request.observe(duration_s)
         if first_byte_s is not None:
             self._first_byte.observe(first_byte_s)
+
+    def event_gap(self, seconds: float) -> None:
+        """Count the time between two pieces of a stream, each an event, or several that came together."""
+        self._gaps.observe(seconds)
 
     def attempt(self, worker_id: str, result: str) -> None:
         """Count one attempt at a worker; ``result`` is one of a few words of the caller's."""
@@ -239,6 +246,7 @@ class Metrics:
         )
         yield self._request.family("forebay_request_duration_seconds", "Request duration.")
         yield self._first_byte.family("forebay_time_to_first_byte_seconds", "Time to an answer's first byte.")
+        yield self._gaps.family("forebay_inter_event_seconds", "Time between the events of a stream.")
         yield _counter(
             "forebay_upstream_attempts", "Attempts at workers.", ("worker", "result"), self._attempts.items()
         )

@@ -46,6 +46,15 @@ def test_a_finished_request_is_counted_with_its_labels() -> None:
     assert seen["forebay_access_log_dropped_total", ()] == 7
 
 
+def test_times_between_events_have_buckets() -> None:
+    metrics = make()
+    for seconds in (0.02, 0.03):
+        metrics.event_gap(seconds)
+    seen = samples(metrics)
+    assert seen["forebay_inter_event_seconds_count", ()] == 2
+    assert seen["forebay_inter_event_seconds_bucket", labels(le="0.025")] == 1
+
+
 def test_attempts_aborts_and_readiness() -> None:
     metrics = make()
     metrics.worker_ready("w:1", True)

@@ -542,6 +542,8 @@ async def test_aborting_everything_reports_each_worker() -> None:
             silent.add_fault(at="abort", do="reset", times=None)
             report = (await call(gateway.address, "/abort_request", {"abort_all": True})).json()
             by_id = {worker["id"]: worker["status"] for worker in report["workers"]}
+            page = gateway.gateway.services.metrics.render().decode()
+            assert {f'forebay_aborts_sent_total{{worker="{worker}"}} 1.0' in page for worker in by_id} == {True}
             assert by_id[engine.url.removeprefix("http://")] == 200
             assert isinstance(by_id[silent.url.removeprefix("http://")], str)
         await silent.stop()

@@ -1,5 +1,6 @@
 """Running a gateway: probes, keys, limits, models, ranks, and workers that come and go."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,7 +15,7 @@ from routers.fleet import WorkerState
 from simulator.options import EngineOptions
 from simulator.server import SimulatedEngine
 from tests.fakes.running import TIME_SCALE, RunningGateway, running_gateway, until
-from tests.fakes.script_engine import ScriptEngine, script_engine
+from tests.fakes.script_engine import Reply, ScriptEngine, SeenRequest, script_engine
 from tests.fakes.wire import Answer, call, request_bytes, wire
 
 UNARY: dict[str, Any] = {"text": "hi", "rid": "mine", "sampling_params": {"max_new_tokens": 2}}
@@ -64,6 +65,36 @@ async def test_an_idle_gateway_is_alive_ready_and_empty(gateway: RunningGateway)
     assert metrics.headers["content-type"].startswith("text/plain")
     counted = 'forebay_requests_total{model="model",outcome="complete",route="/generate",status="200"} 1.0'
     assert counted in metrics.body.decode()
+
+
+async def test_the_time_between_events_is_counted(front: RunningGateway, scripted: ScriptEngine) -> None:
+    go_on = asyncio.Event()
+
+    async def script(request: SeenRequest, reply: Reply) -> None:
+        await reply.start_chunked()
+        await reply.event(b'{"n":0}')
+        await go_on.wait()
+        await reply.chunk(b'data: {"n":1}\n\ndata: {"n":2}\n\n')
+        await reply.event(b"[DONE]")
+        await reply.end_chunked()
+
+    async def counted() -> int:
+        page = (await get(front, "/metrics")).body.decode()
+        return int(float(page.partition("\nforebay_inter_event_seconds_count ")[2].splitlines()[0]))
+
+    assert (await call(front.address, "/generate", UNARY)).status == 200
+    before = await counted()
+    scripted.script = script
+    async with wire(front.address) as connection:
+        await connection.send(request_bytes("/generate", {**UNARY, "stream": True}))
+        await connection.head()
+        await connection.event()
+        assert await counted() == before
+        go_on.set()
+        while await connection.chunk():
+            pass
+    # Events that come together are one piece; whether the end comes with them is the network's choice.
+    assert await counted() - before in (1, 2)
 
 
 async def test_a_running_request_is_counted_and_then_gone(front: RunningGateway, scripted: ScriptEngine) -> None:
