@@ -21,6 +21,9 @@ from tests.soak.pair_bodies import SHORT_PROMPT_TOKENS
 from tests.soak.plan import MAX_BODY_BYTES
 
 START_S = 6 * PATIENCE_S
+# glibc keeps what large blocks have left in its heap, once it has seen some freed: up to 20 MiB that come and go. With
+# fixed thresholds these are given back at once, so that what is resident is what is held.
+_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 CONTROL_S = 2.0 * TIME_SCALE
 # Answers above the second one are refused, those between the two are sent on while they are read.
 MAX_RESPONSE_BYTES = 3_000_000
@@ -122,6 +125,7 @@ class Child:
         # Warnings about connections and coroutines that nobody closed or awaited are shown, and looked for later.
         command = [sys.executable, "-W", "always::ResourceWarning", "-m", "gateway", *self._arguments]
         inherited = {key: value for key, value in os.environ.items() if not key.startswith("FOREBAY_")}
+        inherited |= _ALLOCATOR
         with self.stdout.open("ab") as out, self.stderr.open("ab") as err:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=inherited, process_group=0
