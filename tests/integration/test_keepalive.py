@@ -20,7 +20,11 @@ STREAM: dict[str, Any] = {"text": "hi", "messages": [], "stream": True, "rid": "
 
 def event(text: str) -> bytes:
     """One event of any dialect's."""
-    return b"data: " + json.dumps({"text": text, "choices": [{"index": 0, "text": text}], "meta_info": {}}).encode() + b"\n\n"
+    return (
+        b"data: "
+        + json.dumps({"text": text, "choices": [{"index": 0, "text": text}], "meta_info": {}}).encode()
+        + b"\n\n"
+    )
 
 
 @pytest.fixture(scope="module")
