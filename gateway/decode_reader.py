@@ -168,6 +168,8 @@ class DecodeReader:
             raise AnswerBroken("the stream ended before its first event")
         self.verdict = answer.verdict(was_aborted=leg.was_called_off)
         is_wanted = leg.was_called_off and self.verdict.outcome is Outcome.ABORTED
+        if self.verdict.outcome is Outcome.ABORTED and not (is_wanted or leg.has_output):
+            raise AnswerBroken("the stream ended before its first token")  # nothing was told yet: no empty success
         if self.verdict.outcome in _ENDED_BADLY and not is_wanted:
             raise EndedByEngine(rest, self.verdict)
         if self.verdict.outcome is Outcome.TRUNCATED:
