@@ -13,6 +13,7 @@ from backends.leg_events import (
     Command,
     End,
     Event,
+    LegEnd,
     LegState,
     LegTimes,
     Over,
@@ -28,7 +29,7 @@ from backends.upstream.base import UpstreamCall
 
 # The same for all legs.
 _PRODUCED = Produced()
-_OVER = Over()
+_FINISHED = End(LegEnd.FINISHED)
 
 
 class Booking(Protocol):
@@ -67,7 +68,8 @@ class LegKeeper(Protocol):
 class Leg:
     """One upstream request: who carries it, under which ids, and what is still booked for it.
 
-    The exchange reads a leg until it calls ``end``, or until the leg is detached; then its keeper reads.
+    The exchange reads a leg until it calls ``end``, or until the leg is detached; then its keeper reads. Most legs show
+    output and end, and nothing else happens to them: those never have a machine, which would say the same.
 
     Args:
         worker: Where it runs.
@@ -142,22 +144,28 @@ class Leg:
         self._keeper = keeper
         self._on_end = on_end
         self._on_first_token = on_first_token
-        self._machine = LegMachine(policy, engine_ids, keeper.times)
+        self._machine: LegMachine | None = None
 
     @property
     def cause(self) -> Cause | None:
         """Why it ended, or will; ``None`` while nothing has happened."""
-        return self._machine.cause
+        if self._machine is not None:
+            return self._machine.cause
+        return Cause.FINISHED if self.is_ended else None
 
     @property
     def state(self) -> LegState:
         """Where it stands."""
-        return self._machine.state
+        if self._machine is not None:
+            return self._machine.state
+        if self.is_ended:
+            return LegState.ENDED
+        return LegState.ANSWERING if self._has_output else LegState.WAITING
 
     @property
     def is_told(self) -> bool:
         """An abort of all of it has been submitted."""
-        return self._machine.is_told
+        return self._machine is not None and self._machine.is_told
 
     @property
     def has_output(self) -> bool:
@@ -172,7 +180,8 @@ class Leg:
         self._booking.first_token()
         if self._on_first_token is not None:
             self._on_first_token()
-        self._do(self._machine.on(_PRODUCED))
+        if self._machine is not None:
+            self._do(self._machine.on(_PRODUCED))
 
     def saw(self, block: bytes) -> None:
         """Whole events of the answer: note the first output among them.
@@ -193,7 +202,13 @@ class Leg:
         """The answer, or the interest in it, is over. A second call does nothing, since several may see the end."""
         if self.is_ended:
             return
-        self._do(self._machine.on(Over(error) if error else _OVER))
+        if error or self._machine is not None:
+            self.on(Over(error))
+            return
+        self.call.close()
+        self._release()
+        self._keeper.ended(self, _FINISHED)
+        self.on_abandoned = None  # whoever sent the leg holds it, and would hold itself
 
     def cancel(self, cause: Cause, *, is_paused: bool = False) -> None:
         """Nobody waits for the answer any more: end the leg in the way of its policy.
@@ -208,7 +223,7 @@ class Leg:
         if self.call.is_complete:
             self.end()
         else:
-            self._do(self._machine.on(Cancelled(self._keeper.now(), cause, self.call.written_at, is_paused)))
+            self.on(Cancelled(self._keeper.now(), cause, self.call.written_at, is_paused))
 
     def call_off(self, items: tuple[str, ...] = (), *, is_paused: bool = False) -> None:
         """Have the engine stop all of it, or some of its items, while the exchange reads on.
@@ -220,16 +235,23 @@ class Leg:
         if self.is_ended or self.is_detached:
             return
         self.was_called_off = True
-        self._do(self._machine.on(CalledOff(self._keeper.now(), self.call.written_at, is_paused, items)))
+        self.on(CalledOff(self._keeper.now(), self.call.written_at, is_paused, items))
 
     def reveal(self, engine_ids: tuple[str, ...]) -> None:
         """The answer shows ids that the engine has given its samples by itself."""
         if engine_ids:
-            self._do(self._machine.on(Revealed(self._keeper.now(), engine_ids)))
+            self.on(Revealed(self._keeper.now(), engine_ids))
 
     def on(self, event: Event) -> None:
-        """Take an event that the keeper has seen."""
-        self._do(self._machine.on(event))
+        """Take any event; those that come after the end are late, and change nothing."""
+        machine = self._machine
+        if machine is None:
+            if self.is_ended:
+                return
+            machine = self._machine = LegMachine(self.policy, self.engine_ids, self._keeper.times)
+            if self._has_output:
+                machine.on(_PRODUCED)
+        self._do(machine.on(event))
 
     def _do(self, commands: list[Command]) -> None:
         for command in commands:

@@ -2,9 +2,24 @@
 
 from collections.abc import Callable
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from backends.cancel_policy import CancelPolicy, OnCancel
 from backends.leg import Leg
-from backends.leg_events import Cause, End, LegEnd, LegState, LegTimes, Tick
+from backends.leg_events import (
+    Cause,
+    End,
+    GivenUp,
+    LegEnd,
+    LegState,
+    LegTimes,
+    Paused,
+    Resumed,
+    Tick,
+    Told,
+)
+from backends.lifecycle import LegMachine
 from backends.sglang.backend import SGLangBackend
 from backends.types import Worker
 from backends.upstream.base import AnswerHead, Origin, UpstreamRequest
@@ -214,3 +229,50 @@ def test_elsewhere_any_event_is_output() -> None:
     parts = Parts(policy=CLOSES, is_vllm=True)
     parts.leg.saw(ROLE)
     assert parts.booking.log == ["first_token"]
+
+
+_STEPS: dict[str, Callable[[Leg], None]] = {
+    "output": Leg.first_token,
+    "end": Leg.end,
+    "broken": lambda leg: leg.end("broken"),
+    "gone": lambda leg: leg.cancel(Cause.CLIENT_GONE),
+    "gone in a pause": lambda leg: leg.cancel(Cause.CLIENT_GONE, is_paused=True),
+    "shutdown": lambda leg: leg.cancel(Cause.SHUTDOWN),
+    "called off": Leg.call_off,
+    "item called off": lambda leg: leg.call_off(("f",)),
+    "revealed": lambda leg: leg.reveal(("g",)),
+    "paused": lambda leg: leg.on(Paused(10.0)),
+    "resumed": lambda leg: leg.on(Resumed(10.0)),
+    "tick": lambda leg: leg.on(Tick(10.5, 1.0)),
+    "told": lambda leg: leg.on(Told(10.5)),
+    "given up": lambda leg: leg.on(GivenUp()),
+}
+_POLICIES = [
+    CLOSES,
+    ABORTS,
+    DRAINS,
+    CancelPolicy(OnCancel.ABORT, is_stream=True, loses_aborts_in_pause=True),
+    CancelPolicy(OnCancel.ABORT, is_stream=False, closes_after_abort=True),
+]
+
+
+@given(st.lists(st.sampled_from(sorted(_STEPS)), max_size=8), st.sampled_from(_POLICIES), st.booleans())
+def test_a_leg_without_a_machine_does_what_the_machine_says(
+    steps: list[str], policy: CancelPolicy, is_complete: bool
+) -> None:
+    """The same events, to a leg as it is and to one that asks its machine from the beginning."""
+    plain, asked = Parts(Call(is_complete=is_complete), policy), Parts(Call(is_complete=is_complete), policy)
+    asked.leg._machine = LegMachine(policy, asked.leg.engine_ids, LegTimes())
+    for step in steps:
+        seen = []
+        for parts in (plain, asked):
+            leg = parts.leg
+            try:
+                _STEPS[step](leg)
+                raised = ""
+            except ValueError as exc:
+                raised = str(exc)
+            flags = leg.is_ended, leg.is_detached, leg.was_called_off, leg.has_output
+            logs = parts.call.log, parts.booking.log, parts.keeper.log, parts.keeper.ends
+            seen.append((raised, leg.state, leg.cause, leg.is_told, flags, logs, len(parts.ended), parts.first_tokens))
+        assert seen[0] == seen[1]
