@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from blockbuster import BlockBuster
+from hypothesis import HealthCheck, settings
 
 from simulator.options import EngineOptions
 from simulator.server import SimulatedEngine
@@ -15,6 +16,10 @@ from tests.fakes.running import RunningGateway, running_gateway
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # One setting stretches every time limit of the tests, for slow machines.
 TIME_SCALE = float(os.environ.get("TEST_TIME_SCALE", "1"))
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("timeless", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("timeless")
 
 
 @pytest.fixture

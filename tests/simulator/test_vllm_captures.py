@@ -16,6 +16,7 @@ import pytest
 
 from simulator.options import EngineOptions
 from simulator.server import SimulatedEngine
+from tests.fakes.running import TIME_SCALE
 from tests.simulator.shapes import event_problems, problems
 from tests.simulator.wire import (
     CUT,
@@ -240,7 +241,7 @@ async def test_engine_death() -> None:
     names = ("stream-chat", "stream-completions", "stream-generate", "unary-completions")
     captures = [load_vllm_capture(f"engine-death/{name}") for name in names]
     health = load_vllm_capture("engine-death/health-after")
-    async with running(SLOW) as engine, asyncio.TaskGroup() as group:
+    async with running(replace(SLOW, death_grace_s=1.5 * TIME_SCALE)) as engine, asyncio.TaskGroup() as group:
         tasks = [group.create_task(send_one(engine.port, capture.request)) for capture in captures]
         await engine.wait_for(decoding(4, 40))
         engine.die()
