@@ -8,7 +8,7 @@ replacing writes the object again from its slices, each of which is copied as it
 import functools
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 
 import msgspec
 
@@ -53,7 +53,7 @@ class JsonBody:
         self._texts: dict[str, bytes] = {}
 
     @classmethod
-    def parse(cls, raw: bytes, unique: Collection[str] = ()) -> "JsonBody":
+    def parse(cls, raw: bytes, unique: Set[str] = frozenset()) -> "JsonBody":
         """Parse ``raw``.
 
         Args:
@@ -67,7 +67,7 @@ class JsonBody:
         return cls._parse(raw, unique) if body is None else body
 
     @classmethod
-    def _parse_beside_ids(cls, raw: bytes, unique: Collection[str]) -> "JsonBody | None":
+    def _parse_beside_ids(cls, raw: bytes, unique: Set[str]) -> "JsonBody | None":
         """Parse ``raw`` with an empty list in the place of its list of ids; ``None`` if there is any doubt.
 
         One list is as good as another to a JSON parser, so what is valid with the one is valid with the other.
@@ -90,7 +90,7 @@ class JsonBody:
         return body
 
     @classmethod
-    def _parse(cls, raw: bytes, unique: Collection[str]) -> "JsonBody":
+    def _parse(cls, raw: bytes, unique: Set[str]) -> "JsonBody":
         try:
             fields = _decoder.decode(raw)
         except msgspec.ValidationError as exc:
@@ -102,7 +102,7 @@ class JsonBody:
         body = cls(raw, fields)
         if _is_as_long_as_its_fields(raw, fields):
             return body
-        suspects = [key for key in fields if key in unique]
+        suspects: Collection[str] = unique & fields.keys()
         if len(raw) >= _LARGE_BYTES and suspects and _equals_its_fields(raw, fields):
             return body
         if suspects and not _has_escaped_letters(raw):
@@ -125,7 +125,7 @@ class JsonBody:
         except ValueError as exc:  # strings that are no UTF-8, which the first parse skips unread
             raise JsonBodyError("the body is not valid JSON: invalid UTF-8") from exc
         names = [name for name, _ in top]
-        for key in keys:
+        for key in sorted(keys):
             if names.count(key) > 1:
                 raise JsonBodyError(f"the field {key!r} is given more than once", key)
 

@@ -54,14 +54,9 @@ _LOOK_AT_BYTES = 64 * 1024
 
 def passed_headers(head: AnswerHead) -> Headers:
     """The engine's headers that the client gets."""
-    passed: Headers = []
-    lists: list[bytes] = []
-    for header in head.headers:
-        if header[0] not in NOT_PASSED:
-            passed.append(header)
-        elif header[0] == b"connection":
-            lists.append(header[1])
-    if lists:
+    passed = [header for header in head.headers if header[0] not in NOT_PASSED]
+    if b"connection" in dict(head.headers):
+        lists = [value for name, value in head.headers if name == b"connection"]
         named = {token.strip().lower() for value in lists for token in value.split(b",")}
         passed = [h for h in passed if h[0] not in named]
     return passed

@@ -124,7 +124,7 @@ class Dispatch:
         return placed
 
     def answered(self, placed: Attempt, verdict: Verdict) -> None:
-        """An attempt has ended with an answer, whatever that says."""
+        """An attempt has ended with an answer, whatever that says; its legs are the exchange's to end."""
         services = self._services
         services.metrics.attempt(placed.worker_id, verdict.outcome)
         # A stream that ends as it should, but for a finish reason, was ended by somebody else at the engine.
@@ -134,7 +134,6 @@ class Dispatch:
             self._elsewhere(placed, verdict.dp_rank)
         if self._prompt is not None and verdict.outcome is Outcome.COMPLETE:
             services.prefixes.finished(self._prompt, placed.choice)
-        placed.end()
 
     async def failed(self, placed: Attempt, error: Exception, public_id: str, *, has_begun: bool) -> bool:
         """An attempt has failed: settle it, and say whether the request goes to another worker.

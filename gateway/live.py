@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from backends.leg import Leg
@@ -73,8 +73,8 @@ class LiveRequests:
         """Requests known under an id, with the item that the id stands for (``None``: all of the request)."""
         return tuple(self._by_id.get(public_id, ()))
 
-    def remove(self, request: LiveRequest, ids: tuple[str, ...]) -> None:
-        """``request`` has ended; ``ids`` are all of its ids."""
+    def remove(self, request: LiveRequest, ids: Iterable[str]) -> None:
+        """``request`` has ended; ``ids`` are all of its ids, some of them perhaps twice."""
         self._all.discard(request)
         if self._empty is not None and not self._all:
             self._empty.set()

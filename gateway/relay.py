@@ -325,12 +325,12 @@ class AnswerRelay:
             raise AnswerTooLarge(limit_bytes)
         buffer_bytes = min(BUFFER_BYTES, limit_bytes)
         call = placed.leg.call
-        parts: list[bytes] = []
-        size = 0
-        while size <= buffer_bytes and not call.is_complete and (data := await call.read()):
+        parts = [await call.read()]
+        size = len(parts[0])
+        while not call.is_complete and parts[-1] and size <= buffer_bytes:
             self.silent_since = self._clock()
-            size += len(data)
-            parts.append(data)
+            parts.append(await call.read())
+            size += len(parts[-1])
         placed.leg.first_token()
         placed.member.last_byte_at = self._clock()
         if size <= buffer_bytes or (call.is_complete and size <= limit_bytes):

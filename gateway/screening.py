@@ -115,7 +115,10 @@ def refuse_internal(body: JsonBody) -> None:
     Raises:
         InvalidRequest: Names the field.
     """
-    for name in body.fields:
+    fields = body.fields
+    if INTERNAL_FIELDS.isdisjoint(fields) and INTERNAL_PREFIX not in "".join(fields):
+        return  # nearly always, and sooner than one by one
+    for name in fields:
         # null is as good as absent, and clients that dump whole dataclasses send it
         if (name in INTERNAL_FIELDS or name.startswith(INTERNAL_PREFIX)) and body.text(name):
             raise InvalidRequest(f"the field {name!r} is internal routing state and not a client's to set", param=name)

@@ -110,9 +110,11 @@ class RankBooking:
         if self._is_released:
             raise RuntimeError("a booking was released twice")
         self._is_released = True
-        self.first_token()
-        self._load.in_flight -= self._requests
-        self._load.blocks -= self._blocks
+        load = self._load
+        load.prefill_tokens -= self._prefill_tokens
+        self._prefill_tokens = 0
+        load.in_flight -= self._requests
+        load.blocks -= self._blocks
         if self._chain is not None:
-            self._load.release_chain(self._chain)
-        self._load.note()
+            load.release_chain(self._chain)
+        load.note()

@@ -1,6 +1,7 @@
 """One HTTP/1.1 connection to a worker: ``httptools`` on ``asyncio.Protocol``."""
 
 import asyncio
+import functools
 import select
 from typing import Any, Protocol, cast
 
@@ -17,7 +18,6 @@ JOIN_BODY_BELOW_BYTES = 64 * 1024
 # What is left of an answer of this announced length after the read with its head goes past the parser, which would
 # copy it and has nothing to say about it.
 PLAIN_FROM_BYTES = 64 * 1024
-_READ_HEADERS = frozenset({b"content-length", b"transfer-encoding", b"content-type"})
 
 
 class Pool(Protocol):
@@ -40,7 +40,6 @@ class H1Connection(asyncio.Protocol):
         "_call",
         "_chunked",
         "_content_length",
-        "_content_type",
         "_head_bytes",
         "_headers",
         "_is_paused",
@@ -65,16 +64,13 @@ class H1Connection(asyncio.Protocol):
         self._served = 0
         self._is_paused = False
         self._head_bytes = 0
-        self._reset_answer()
-        self.idle_since = 0.0
-
-    def _reset_answer(self) -> None:
+        # Of the present answer, and set with its status.
         self._headers: Headers = []
         self._status = 0
         self._content_length: int | None = None
-        self._content_type = ""
         self._chunked = False
         self._plain_left_bytes = 0
+        self.idle_since = 0.0
 
     def start(self, call: H1Call) -> None:
         """Write the call's request; small bodies go out in one buffer with the head."""
@@ -83,8 +79,8 @@ class H1Connection(asyncio.Protocol):
         self._call = call
         if self._parser is None:  # behind a whole answer it is ready for the next one
             self._parser = httptools.HttpResponseParser(self)
-        self._head_bytes = 0
-        self._reset_answer()
+        self._head_bytes = self._status = 0
+        self._headers = []
         if sum(map(len, body)) < JOIN_BODY_BELOW_BYTES:
             self._transport.write(b"".join([call.wire_head, *body]))
         else:
@@ -230,31 +226,25 @@ class H1Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """One header; trailers are dropped, nobody waits for them (httptools callback)."""
-        if self._status:
-            return
-        name = name.lower()
-        self._headers.append((name, value))
-        if name not in _READ_HEADERS:
-            return
-        if name == b"content-length":
-            self._content_length = int(value)
-        elif name == b"transfer-encoding":
-            self._chunked = b"chunked" in value.lower()
-        elif name == b"content-type":
-            self._content_type = value.split(b";", 1)[0].strip().lower().decode("latin-1")
+        if not self._status:
+            self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         """End of a head; informational answers are skipped (httptools callback)."""
         status = self._parser.get_status_code()
         if status < 200:
-            self._reset_answer()
+            self._headers = []
             return
         self._status = status
-        length = None if self._chunked else self._content_length
+        by_name = dict(self._headers)
+        self._chunked = b"chunked" in by_name.get(b"transfer-encoding", b"").lower()
+        length = int(by_name[b"content-length"]) if b"content-length" in by_name and not self._chunked else None
+        self._content_length = length
         if length is not None and length >= PLAIN_FROM_BYTES:
             self._plain_left_bytes = length
         if self._call is not None:
-            self._call.on_head(AnswerHead(status, self._headers, length, self._content_type))
+            media_type = _media_type(by_name.get(b"content-type", b""))
+            self._call.on_head(AnswerHead(status, self._headers, length, media_type))
 
     def on_body(self, data: bytes) -> None:
         """A piece of the body, already unchunked (httptools callback)."""
@@ -267,3 +257,9 @@ class H1Connection(asyncio.Protocol):
         """End of an answer (httptools callback)."""
         if self._status and self._call is not None:
             self._complete(reusable=self._parser.should_keep_alive())
+
+
+@functools.lru_cache(maxsize=64)
+def _media_type(content_type: bytes) -> str:
+    """The media type alone; engines have few."""
+    return content_type.split(b";", 1)[0].strip().lower().decode("latin-1")
