@@ -1,6 +1,7 @@
 """The relay of one engine node, from its first question to its end: executes what the machine decides. Shell."""
 
 import asyncio
+import functools
 import logging
 import uuid
 from collections.abc import Callable, Coroutine, Mapping
@@ -129,7 +130,7 @@ class RelayProcess:
         """
         try:
             self._execute(self._machine.start())
-            self._spawn("time", self._watch_time())
+            self._spawn("time", self._watch_time)
             await self._ended.wait()
             return self._reason
         finally:
@@ -145,13 +146,13 @@ class RelayProcess:
                 await self.feed.aclose()
         self._context.destroy(linger=0)
 
-    def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._tasks.spawn(self._guarded(name, work), name)
 
-    async def _guarded(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+    async def _guarded(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Whatever happens in a part of the process that nobody expected ends the process."""
         try:
-            await work
+            await work()  # begun here: one that is cancelled before it begins was never made
         except Exception as exc:
             logger.exception("the relay's %s failed", name)
             self._execute(self._machine.on_lost(f"the relay's {name} failed: {exc or type(exc).__name__}"))
@@ -161,11 +162,11 @@ class RelayProcess:
     def _execute(self, commands: list[Command]) -> None:
         for command in commands:
             if isinstance(command, AskEngine):
-                self._spawn("question to the engine", self._ask_engine(command))
+                self._spawn("question to the engine", functools.partial(self._ask_engine, command))
             elif isinstance(command, Resolve):
-                self._spawn("look-up of the group", self._resolve(command))
+                self._spawn("look-up of the group", functools.partial(self._resolve, command))
             elif isinstance(command, AskGateways):
-                self._spawn("question to the gateways", self._ask_gateways(command))
+                self._spawn("question to the gateways", functools.partial(self._ask_gateways, command))
             elif isinstance(command, Relay):
                 self._relay(command)
             elif isinstance(command, Remap):
@@ -239,9 +240,9 @@ class RelayProcess:
         if not node.sources:
             logger.warning("the engine publishes no KV events (--kv-events-config): there is nothing to relay")
         logger.info("relays ranks %s of %s as its %s", listed, worker_url, "leader" if node.is_leader else "follower")
-        self._spawn("event wire", self._run_feed(self.feed))
+        self._spawn("event wire", functools.partial(self._run_feed, self.feed))
         if node.is_leader and self._config.registers:
-            self._spawn("registration", self._register(worker_url, node))
+            self._spawn("registration", functools.partial(self._register, worker_url, node))
 
     def _remap(self, worker_url: str) -> None:
         logger.warning("the leader is back under another address, %s", worker_url)

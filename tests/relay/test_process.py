@@ -1,5 +1,6 @@
 """A relay's process in front of a real engine, publishers and gateways' HTTP, with an event wire that is fake."""
 
+import gc
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -428,3 +429,12 @@ async def test_what_nobody_expected_ends_it(node: Node, monkeypatch: pytest.Monk
     monkeypatch.setattr(process, "resolve_group", broken)
     async with running_relay(node.config()) as relay:
         assert "broken" in await ends(relay)
+
+
+async def test_a_question_that_never_began_leaves_nothing(node: Node) -> None:
+    """It is stopped with its first question asked and not begun; a coroutine that nobody awaits is a warning."""
+    async with running_relay(node.config()) as relay:
+        relay.process.stop()
+        await until(lambda: relay.reason is not None, "the relay ends")
+        gc.collect()
+    assert relay.reason == ""
