@@ -172,6 +172,7 @@ class Gateway:
                 folds_unary=settings.upstream_mode == "incremental",
                 native_n=settings.native_n,
                 native_increments=settings.native_increments,
+                client_timeout_s=settings.client_timeout_s,
                 time=TimeLimits(
                     settings.request_timeout_s or 0.0,
                     settings.first_token_timeout_s or 0.0,

@@ -39,7 +39,7 @@ _POST_TARGETS = {path.encode(): route for path, route in ROUTES.items() if "POST
 
 
 class ClientLeft(Exception):
-    """The client went before its body was complete; ``args[0]`` is the number of bytes that had come."""
+    """The body will never be complete; ``args[0]`` is the number of bytes that had come."""
 
 
 class AsgiDownstream:
@@ -78,6 +78,11 @@ class AsgiDownstream:
         """See ``Downstream.watch``."""
         self._on_gone = on_gone
         self._connection.watch(None if on_gone is None else self._gone)
+
+    @property
+    def refusal(self) -> ErrorReport | None:
+        """See ``Downstream.refusal``."""
+        return self._connection.refusal
 
     def _gone(self) -> None:
         self.is_gone = True
@@ -151,12 +156,16 @@ class DataPlane:
         services: What exchanges need.
         keys: Credentials.
         rest: The application for every other path, and for the lifespan.
+
+    Attributes:
+        client_timeout_s: What connections give a client to send a request, 0 for no limit; see ``slow_clients``.
     """
 
     def __init__(self, services: Services, keys: Keys, rest: ASGIApp) -> None:
         self._services = services
         self._keys = keys
         self._rest = rest
+        self.client_timeout_s = services.limits.client_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The ASGI entry."""

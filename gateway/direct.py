@@ -22,7 +22,7 @@ class Serving(Protocol):
         """Serve it."""
 
     def abandon(self, bytes_in: int) -> Coroutine[Any, Any, None]:
-        """Its client left when only so many bytes of the body had come."""
+        """Only so many bytes of the body have come, and no more will."""
 
 
 class DirectCycle(RequestResponseCycle):

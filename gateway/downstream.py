@@ -6,6 +6,7 @@ from typing import Protocol
 import msgspec
 
 from backends.upstream.base import Headers
+from gateway.errors import ErrorReport
 
 
 class ClientRequest(msgspec.Struct, frozen=True):
@@ -32,6 +33,10 @@ class Downstream(Protocol):
     @property
     def is_gone(self) -> bool:
         """The client has closed its side, or half of it."""
+
+    @property
+    def refusal(self) -> ErrorReport | None:
+        """What the client was told in place of an answer when its request did not come as it should."""
 
     def watch(self, on_gone: Callable[[], None] | None) -> None:
         """Call ``on_gone`` once, at the moment the client goes; ``None`` ends the watch.

@@ -123,6 +123,16 @@ def too_large(limit_bytes: int) -> ErrorReport:
     return ErrorReport(413, "request_too_large", message, Outcome.REJECTED)
 
 
+def headers_too_large(limit_bytes: int) -> ErrorReport:
+    """A request's line and headers above the limit."""
+    return ErrorReport(431, "headers_too_large", f"request headers above {limit_bytes} bytes", Outcome.REJECTED)
+
+
+def too_slow(what: str) -> ErrorReport:
+    """A client that does not send what it has begun; ``what`` was missing."""
+    return ErrorReport(408, "timeout", what, Outcome.TIMEOUT)
+
+
 def unauthorized(*, is_admin: bool) -> ErrorReport:
     """A missing or wrong key."""
     kind = "admin API key" if is_admin else "API key"

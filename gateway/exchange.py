@@ -145,9 +145,15 @@ class Exchange:
             await self._finish()
 
     async def abandon(self, bytes_in: int) -> None:
-        """The client left before its body was complete."""
+        """End a request whose body will never be complete: its client left, or was refused by the connection."""
         self._bytes_in = bytes_in
-        self._cause = self._cause or Cause.CLIENT_GONE
+        refusal, relay = self._downstream.refusal, self._relay
+        if refusal is None:
+            self._cause = self._cause or Cause.CLIENT_GONE
+        else:
+            self._report, self._outcome = refusal, refusal.outcome
+            relay.status, relay.bytes_out = refusal.status, len(refusal.body(None))
+            relay.first_byte_at = self._services.clock()
         self._known_id()
         await self._finish()
 

@@ -1,7 +1,10 @@
-"""A transport for an answer that ends its connection."""
+"""Answers that end their connection."""
 
 import asyncio
 from collections.abc import Callable
+from http import HTTPStatus
+
+from gateway.errors import ErrorReport
 
 
 class ClosesWhenRead:
@@ -27,3 +30,11 @@ class ClosesWhenRead:
     def is_closing(self) -> bool:
         """See ``asyncio.Transport``."""
         return self._transport.is_closing()
+
+
+def last_answer(report: ErrorReport) -> bytes:
+    """An error as the bytes of a whole answer, for what is refused without ASGI."""
+    body = report.body(None)
+    lines = [*report.headers, (b"connection", b"close"), (b"content-length", b"%d" % len(body))]
+    head = b"".join(b"%b: %b\r\n" % line for line in lines)
+    return b"HTTP/1.1 %d %b\r\n%b\r\n%b" % (report.status, HTTPStatus(report.status).phrase.encode(), head, body)

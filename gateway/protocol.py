@@ -6,16 +6,16 @@ request. Here the connection itself calls the exchange, in the same loop step in
 
 import asyncio
 from collections.abc import Callable, Mapping
-from http import HTTPStatus
 from typing import Any, Protocol, cast
 
 import httptools
-import orjson
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from backends.upstream.base import Headers
 from gateway.direct import DirectCycle, Serving
-from gateway.lingering import ClosesWhenRead
+from gateway.errors import ErrorReport, InvalidRequest, headers_too_large
+from gateway.lingering import ClosesWhenRead, last_answer
+from gateway.slow_clients import Due, SlowClientWatch
 
 SCOPE_KEY = "forebay.connection"
 # A client may go on sending a body that was refused, and must read the refusal; this bounds how long it is humoured.
@@ -23,8 +23,6 @@ MAX_DISCARDED_BYTES = 64 * 1024 * 1024
 # Requests that may wait behind the one that is answered; with more of them the connection is no longer read, and then
 # nobody sees the client leave.
 MAX_PIPELINED = 8
-
-
 # Bound of a request's line and headers.
 MAX_HEAD_BYTES = 64 * 1024
 # Larger bodies are not copied into one buffer with the head.
@@ -51,6 +49,8 @@ class ConnectionProtocol(HttpToolsProtocol):
 
     Attributes:
         is_gone: The client has closed its side; a half-close counts, since nobody can tell it from a whole one.
+        received_bytes: See ``slow_clients.Reading``.
+        refusal: What was answered past ASGI in place of the request that came, ``None`` if nothing was.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -63,7 +63,9 @@ class ConnectionProtocol(HttpToolsProtocol):
         self._has_head = False
         self._head_bytes = 0
         self._linger: asyncio.TimerHandle | None = None
-        self._is_refused = False
+        self.received_bytes = 0
+        self.refusal: ErrorReport | None = None
+        self._slow_watch: SlowClientWatch | None = None
         self._is_resuming = False
         # Messages are logged only where ASGI has them, and uvicorn's limit would have to be looked at.
         has_own_ways = self.access_log or self.limit_concurrency is not None
@@ -97,6 +99,18 @@ class ConnectionProtocol(HttpToolsProtocol):
     def holds_back_body(self) -> bool:
         """The client of the running request waits to be told whether to send its body, and has not been."""
         return self._running is not None and self._running.waiting_for_100_continue
+
+    @property
+    def due(self) -> Due:
+        """What the client is to send now; see ``slow_clients.Reading``."""
+        if self._idle_since is not None or self._linger is not None or self.flow.read_paused:
+            return Due.NOTHING  # the first two have limits of their own
+        cycle = self.cycle
+        if self._has_head and not self._is_read:
+            return Due.BODY if cycle is self._running else Due.NOTHING
+        if cycle is not None and not cycle.response_complete:
+            return Due.NOTHING  # of another answer
+        return Due.REQUEST if self._is_read or self.headers is None else Due.HEAD
 
     def close_when_read(self) -> None:
         """Send no more, and close when the client has sent the rest of its body, or for too long."""
@@ -162,15 +176,23 @@ class ConnectionProtocol(HttpToolsProtocol):
 
     # uvicorn and asyncio callbacks
 
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client has connected (asyncio callback)."""
+        super().connection_made(transport)
+        limit_s = getattr(self.app, "client_timeout_s", 0.0)
+        if limit_s:
+            self._slow_watch = SlowClientWatch(self, limit_s, self.loop)
+
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is over (asyncio callback)."""
-        if self._linger is not None:
-            self._linger.cancel()
+        for timer in (self._linger, self._slow_watch):
+            if timer is not None:
+                timer.cancel()
         self._tell()
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
         # These hold this object, and each connection would wait for the garbage collector.
-        self.cycle = self.scope = self._running = None  # type: ignore[assignment]
+        self.cycle = self.scope = self._running = self._slow_watch = None  # type: ignore[assignment]
         self.pipeline.clear()
 
     def eof_received(self) -> None:
@@ -187,10 +209,11 @@ class ConnectionProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """One read (asyncio callback)."""
-        if self._is_refused:
+        if self.refusal is not None:
             self._discard(len(data))
             return
         self._idle_since = None
+        self.received_bytes += len(data)
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as exc:
@@ -204,7 +227,7 @@ class ConnectionProtocol(HttpToolsProtocol):
         if not self._has_head:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
-                self._refuse_connection(431, "headers_too_large", f"request headers above {MAX_HEAD_BYTES} bytes")
+                self.refuse(headers_too_large(MAX_HEAD_BYTES))
 
     def _ignore_upgrade(self) -> None:
         """Read on behind a head that asks for another protocol, as if it had not asked.
@@ -349,13 +372,13 @@ class ConnectionProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP in the gateway's error shape (uvicorn hook)."""
-        self._refuse_connection(400, "invalid_request", msg)
+        self.refuse(InvalidRequest(msg).report)
 
-    def _refuse_connection(self, status: int, type: str, message: str) -> None:
-        """Answer something that never became a request, and close."""
+    def refuse(self, report: ErrorReport) -> None:
+        """Answer something that never became a whole request, and close."""
         running = self._running
+        is_its_body = running is self.cycle and self._has_head and not self._is_read
         if running is not None and not running.response_complete:
-            is_its_body = running is self.cycle and self._has_head and not self._is_read
             if running.response_started or not is_its_body:
                 self.transport.abort()  # what is written now would be taken for a part of another answer
                 return
@@ -364,13 +387,9 @@ class ConnectionProtocol(HttpToolsProtocol):
         if self._linger is not None or self.transport.is_closing():
             self.transport.abort()
             return
-        self._is_refused = True
-        error = {"message": message, "type": type, "code": status, "param": None, "request_id": None}
-        body = orjson.dumps({"error": error})
-        self.transport.write(
-            b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b"
-            % (status, HTTPStatus(status).phrase.encode(), len(body), body)
-        )
+        self.refusal = report
+        if running is None or not is_its_body or not running.response_started:  # else it has its answer
+            self.transport.write(last_answer(report))
         self._linger_on()
 
 

@@ -38,6 +38,7 @@ class Limits:
         folds_unary: Engines are asked to stream for unary clients too, and the events folded.
         native_n: Unary requests for several samples go to the engine as they are.
         native_increments: Events of native requests on vLLM hold what is new.
+        client_timeout_s: What a client gets to send a request, 0 for no limit.
         time: Time limits of a request.
         pair_times: Durations of a request over a prefill and a decode worker.
         overlap: When decode is sent, where it need not wait for prefill's end.
@@ -51,6 +52,7 @@ class Limits:
     folds_unary: bool = False
     native_n: bool = False
     native_increments: bool = False
+    client_timeout_s: float = 0.0
     time: TimeLimits = NO_LIMITS
     pair_times: PairTimes = field(default_factory=PairTimes)
     overlap: Overlap = Overlap.HEADERS

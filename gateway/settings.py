@@ -127,6 +127,10 @@ class Settings(BaseModel):
         None, "longest wait for a stream's first output, queue and retries included", "s", "off"
     )
     stall_timeout_s: OptionalDeadline = declare(None, "longest silence of an engine inside an answer", "s", "off")
+    client_timeout_s: Duration = declare(
+        60.0, "time that a client gets for a request's head, and for a body that comes at less than 512 bytes/s; up to "
+        "twice that may pass; 0 is off", "s",
+    )  # fmt: skip
     upstream_client: Literal["httptools", "httpx"] = declare("httptools", "HTTP client towards engines")
     native_n: bool = declare(False, "leave n > 1 to the engine everywhere, in place of one request a choice")
     native_increments: bool = declare(

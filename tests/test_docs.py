@@ -100,6 +100,8 @@ def test_the_readme_lists_every_option() -> None:
 
 MAKERS: dict[str, Callable[[], list[ErrorReport]]] = {
     "too_large": lambda: [gateway.errors.too_large(1)],
+    "headers_too_large": lambda: [gateway.errors.headers_too_large(1)],
+    "too_slow": lambda: [gateway.errors.too_slow("x")],
     "unauthorized": lambda: [gateway.errors.unauthorized(is_admin=False)],
     "forbidden": lambda: [gateway.errors.forbidden()],
     "not_found": lambda: [gateway.errors.not_found("/x")],

@@ -61,7 +61,10 @@ class Reply:
 
     async def raw(self, data: bytes) -> None:
         """Write bytes, and let the gateway read them before the next ones."""
-        self.writer.write(data)
+        try:
+            self.writer.write(data)
+        except RuntimeError as exc:  # uvloop's, where the gateway has closed the connection
+            raise ConnectionResetError from exc
         await self.writer.drain()
         for _ in range(3):
             await asyncio.sleep(0)

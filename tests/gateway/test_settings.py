@@ -41,6 +41,7 @@ CONTRACT = [
     "request-timeout-s",
     "first-token-timeout-s",
     "stall-timeout-s",
+    "client-timeout-s",
     "upstream-client",
     "native-n",
     "connect-timeout-s",
@@ -94,6 +95,13 @@ def test_the_hold_may_be_unlimited() -> None:
     assert load_settings(["--prefill-hold-timeout-s", "0"], {}).prefill_hold_timeout_s == 0
     for option in ("prefill-header-timeout-s", "handoff-max-age-s", "handoff-drain-timeout-s"):
         assert "above 0" in refusal([f"--{option}", "0"])
+
+
+@pytest.mark.parametrize("text", ["0", "0.5", "86400"])
+def test_the_client_may_get_any_time(text: str) -> None:
+    assert Settings().client_timeout_s == 60
+    assert load_settings([], {"FOREBAY_CLIENT_TIMEOUT_S": text}).client_timeout_s == float(text)
+    assert "client-timeout-s" in refusal(["--client-timeout-s", "-1"])
 
 
 def test_settings_are_immutable() -> None:
