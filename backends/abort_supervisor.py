@@ -30,6 +30,7 @@ NO_ABORT_ROUTE = frozenset({401, 403, 404, 405})
 # Sleeps above this are spread, so that many cancelled at one time do not come back at one time.
 JITTER_ABOVE_S = 0.2
 JITTER = 0.1
+_FINISHED = LegEnd.FINISHED
 _TO_BE_TOLD = frozenset({LegState.CALLED_OFF, LegState.TELLING})
 # Bound of one event of an answer that nobody reads.
 MAX_EVENT_BYTES = 64 * 1024 * 1024
@@ -175,6 +176,8 @@ class AbortSupervisor:
             if work.reader is not None:
                 work.reader.cancel()
             self._progress.set()
+        if end.how is _FINISHED:
+            return
         if end.how is LegEnd.CONFIRMED:
             self._counters.abort_confirmed()
         elif end.how is LegEnd.UNCONFIRMED:

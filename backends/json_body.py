@@ -8,7 +8,7 @@ replacing writes the object again from its slices, each of which is copied as it
 import functools
 import json
 import re
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Collection, Mapping
 
 import msgspec
 
@@ -53,7 +53,7 @@ class JsonBody:
         self._texts: dict[str, bytes] = {}
 
     @classmethod
-    def parse(cls, raw: bytes, unique: Set[str] = frozenset()) -> "JsonBody":
+    def parse(cls, raw: bytes, unique: frozenset[str] = frozenset()) -> "JsonBody":
         """Parse ``raw``.
 
         Args:
@@ -67,7 +67,7 @@ class JsonBody:
         return cls._parse(raw, unique) if body is None else body
 
     @classmethod
-    def _parse_beside_ids(cls, raw: bytes, unique: Set[str]) -> "JsonBody | None":
+    def _parse_beside_ids(cls, raw: bytes, unique: frozenset[str]) -> "JsonBody | None":
         """Parse ``raw`` with an empty list in the place of its list of ids; ``None`` if there is any doubt.
 
         One list is as good as another to a JSON parser, so what is valid with the one is valid with the other.
@@ -90,7 +90,7 @@ class JsonBody:
         return body
 
     @classmethod
-    def _parse(cls, raw: bytes, unique: Set[str]) -> "JsonBody":
+    def _parse(cls, raw: bytes, unique: frozenset[str]) -> "JsonBody":
         try:
             fields = _decoder.decode(raw)
         except msgspec.ValidationError as exc:
@@ -102,7 +102,7 @@ class JsonBody:
         body = cls(raw, fields)
         if _is_as_long_as_its_fields(raw, fields):
             return body
-        suspects: Collection[str] = unique & fields.keys()
+        suspects: Collection[str] = unique.intersection(fields)
         if len(raw) >= _LARGE_BYTES and suspects and _equals_its_fields(raw, fields):
             return body
         if suspects and not _has_escaped_letters(raw):
@@ -197,4 +197,4 @@ def _equals_its_fields(raw: bytes, fields: Mapping[str, msgspec.Raw]) -> bool:
 
 def _has_escaped_letters(raw: bytes) -> bool:
     # A single byte is found an order of magnitude sooner than four.
-    return b"\\" in raw and b"\\u00" in raw and _ESCAPED_LETTER.search(raw) is not None
+    return raw.find(b"\\") >= 0 and b"\\u00" in raw and _ESCAPED_LETTER.search(raw) is not None

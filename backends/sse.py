@@ -98,7 +98,7 @@ def data_of(event: bytes) -> bytes:
 
 def name_of(event: bytes) -> bytes:
     """The event's ``event:`` field, ``b""`` if it has none."""
-    if b"event:" not in event:
+    if event.find(b"event:") < 0:
         return b""
     for line in event.split(b"\n"):
         if line.startswith(b"event:"):

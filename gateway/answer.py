@@ -24,6 +24,10 @@ HOP_BY_HOP = frozenset(
 # Ours to set, or about the hop between engine and gateway.
 NOT_PASSED = HOP_BY_HOP | {b"server", b"date", b"x-request-id", b"content-length"}
 
+# See ``backends.quick_enum``. Likewise ``find`` for ``in``, which first tries bytes as a number and drops the error.
+_RESPONSES = Dialect.RESPONSES
+_COMPLETE = Outcome.COMPLETE
+
 _TOKENS = re.compile(rb'"(prompt|completion|cached)_tokens":(\d{1,18})')
 # The same, with the names that /v1/responses and /v1/messages use.
 _USAGE = re.compile(rb'"(prompt|completion|cached|input|output)_tokens":(\d{1,18})')
@@ -54,9 +58,14 @@ _LOOK_AT_BYTES = 64 * 1024
 
 def passed_headers(head: AnswerHead) -> Headers:
     """The engine's headers that the client gets."""
-    passed = [header for header in head.headers if header[0] not in NOT_PASSED]
-    if b"connection" in dict(head.headers):
-        lists = [value for name, value in head.headers if name == b"connection"]
+    passed: Headers = []
+    lists: list[bytes] = []
+    for header in head.headers:
+        if header[0] not in NOT_PASSED:
+            passed.append(header)
+        elif header[0] == b"connection":
+            lists.append(header[1])
+    if lists:
         named = {token.strip().lower() for value in lists for token in value.split(b",")}
         passed = [h for h in passed if h[0] not in named]
     return passed
@@ -186,26 +195,26 @@ class StreamAnswer:
         if self._look is not None:
             self._look(block)
         block = self._ids.apply(block)
-        has_done = b"[DONE]" in block[-_TAIL_BYTES:]
+        has_done = block.find(b"[DONE]", -_TAIL_BYTES) >= 0
         if has_done and self._last_events:
             # No end here, though a client may take it for one and miss an error behind it.
             block = b"".join(event for event in events(block) if data_of(event) != DONE_DATA)
-            has_done = b"[DONE]" in block[-_TAIL_BYTES:]
+            has_done = block.find(b"[DONE]", -_TAIL_BYTES) >= 0
         self.events_seen += block.count(b"\n\n")
-        if (has_done or b"data:" not in block) and self._is_end_only(block):
+        if (has_done or block.find(b"data:") < 0) and self._is_end_only(block):
             return block
         if self._last_events:
             block = self._until_last_event(block)
             if not block:
                 return b""
-            if _SUMS in block:
+            if block.find(_SUMS) >= 0:
                 self._note_usage(block)
         if self._is_silent:
             self._is_silent = is_silent(block)
         self._before_last, self._last = self._last, block
-        if _ERROR_EVENT in block:
+        if block.find(_ERROR_EVENT) >= 0:
             self._error_block = block
-        if b'"abort"' in block and (_ABORT[0] in block or _ABORT[1] in block):
+        if block.find(b'"abort"') >= 0 and (_ABORT[0] in block or _ABORT[1] in block):
             self._abort_block = block
         return block
 
@@ -329,7 +338,7 @@ class BodyAnswer:
         self.bytes_in += len(data)
         data = self._held + data if self._held else data
         # All that is looked for begins with a quote, and long runs of numbers or of Base64 have none.
-        has_quotes = len(data) < _GATE_BYTES or b'"' in data
+        has_quotes = len(data) < _GATE_BYTES or data.find(b'"') >= 0
         held = self._ids.held(data)
         self._held = data[len(data) - held :] if held else b""
         if held:
@@ -375,12 +384,11 @@ class BodyAnswer:
 
 def unary_verdict(body: bytes, dialect: Dialect = Dialect.NATIVE) -> Verdict:
     """The verdict on a whole unary body with a 2xx status."""
-    outcome = Outcome.COMPLETE
-    if b'"abort"' in body and (_ABORT[0] in body or _ABORT[1] in body):
-        outcome = Outcome.ABORTED
-    if dialect is Dialect.RESPONSES and _FAILED_RESPONSE in body and _status_in(body) == "failed":
+    has_abort = body.find(b'"abort"') >= 0 and (_ABORT[0] in body or _ABORT[1] in body)
+    outcome = Outcome.ABORTED if has_abort else _COMPLETE
+    if dialect is _RESPONSES and _FAILED_RESPONSE in body and _status_in(body) == "failed":
         outcome = Outcome.ENGINE_ERROR
-    sums = body[body.rfind(_SUMS) :] if _SUMS in body else body  # the search from the end is the slower one
+    sums = body[body.rfind(_SUMS) :] if body.find(_SUMS) >= 0 else body  # the search from the end is the slower one
     return Verdict(outcome, True, usage_of([sums]))
 
 

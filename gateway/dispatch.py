@@ -35,6 +35,8 @@ logger = logging.getLogger("forebay.exchange")
 # What a request brings upon itself on any worker, and what a worker was never made for.
 _REQUESTS_FAULT = (AnswerTooLarge, RequestUnsendable, WorkerUnfit)
 
+_COMPLETE = Outcome.COMPLETE
+
 
 class Dispatch:
     """Places one request, again and again until a worker has answered it or no other is left.
@@ -125,14 +127,15 @@ class Dispatch:
 
     def answered(self, placed: Attempt, verdict: Verdict) -> None:
         """An attempt has ended with an answer, whatever that says; its legs are the exchange's to end."""
-        services = self._services
-        services.metrics.attempt(placed.worker_id, verdict.outcome)
+        services, outcome = self._services, verdict.outcome
+        services.metrics.attempt(placed.worker_id, outcome)
+        is_complete = outcome is _COMPLETE
         # A stream that ends as it should, but for a finish reason, was ended by somebody else at the engine.
-        is_cut = verdict.outcome is Outcome.TRUNCATED and not verdict.is_terminated
-        self._judge(placed, placed.member, failed=is_cut or verdict.outcome is Outcome.ENGINE_ERROR)
+        is_cut = not is_complete and outcome is Outcome.TRUNCATED and not verdict.is_terminated
+        self._judge(placed, placed.member, failed=is_cut or (not is_complete and outcome is Outcome.ENGINE_ERROR))
         if verdict.dp_rank is not None and verdict.dp_rank != placed.dp_rank:
             self._elsewhere(placed, verdict.dp_rank)
-        if self._prompt is not None and verdict.outcome is Outcome.COMPLETE:
+        if self._prompt is not None and is_complete:
             services.prefixes.finished(self._prompt, placed.choice)
 
     async def failed(self, placed: Attempt, error: Exception, public_id: str, *, has_begun: bool) -> bool:

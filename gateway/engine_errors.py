@@ -45,7 +45,7 @@ def refusal_in(event_data: bytes) -> EngineRefused | None:
     Args:
         event_data: Payload of the first event.
     """
-    if b'"error"' not in event_data and b'"status_code":' not in event_data:
+    if event_data.find(b'"error"') < 0 and event_data.find(b'"status_code":') < 0:
         return None
     try:
         event = _event.decode(event_data)

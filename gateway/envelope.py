@@ -52,6 +52,7 @@ READ_FIELDS = INTERNAL_FIELDS | {
     FLAT_OUTPUT,
 }
 
+_NATIVE = Dialect.NATIVE
 PASSED_HEADERS = frozenset({b"content-type", b"traceparent", b"tracestate", b"x-smg-routing-key", b"x-session-id"})
 PASSED_HEADER_PREFIX = b"x-sglext-"
 MIN_WEIGHT_VERSION = b"x-forebay-min-weight-version"
@@ -182,7 +183,7 @@ def parse_envelope(
     samples = _samples(body, route)
     if (batch_size or 1) * samples > MAX_SEQUENCES:
         raise InvalidRequest(f"the request asks for more than {MAX_SEQUENCES} sequences", param="n")
-    if route.dialect is Dialect.NATIVE and not is_stream:
+    if route.dialect is _NATIVE and not is_stream:
         refuse_oversized_logprobs(body, prompt_tokens if batch_size is None else 0, max_response_bytes)
     return Envelope(
         body=body,
@@ -205,7 +206,7 @@ def _is_stream(body: JsonBody, route: Route) -> bool:
     if "stream" not in body.fields:
         return False
     text = body.text("stream")
-    if route.dialect is Dialect.NATIVE:
+    if route.dialect is _NATIVE:
         return text == b"true"
     return text.lower() in _LAX_TRUE  # the engines' OpenAI routes read these as true
 
@@ -262,7 +263,7 @@ def _listed_ids(text: bytes, batch_size: int | None) -> tuple[str, ...]:
 
 def _prompt(body: JsonBody, route: Route) -> tuple[int | None, int]:
     """Items of a batch (``None`` for a single request), and tokens where the prompts came as ids."""
-    if route.dialect is Dialect.NATIVE:
+    if route.dialect is _NATIVE:
         return _native_prompt(body)
     if route.dialect is Dialect.COMPLETIONS:
         if "prompt" in body.id_counts:
@@ -308,7 +309,7 @@ def _count(text: bytes) -> int:
 
 def _samples(body: JsonBody, route: Route) -> int:
     """``n`` where it can be read, in any of the spellings that the engines take; they judge what cannot."""
-    if route.dialect is not Dialect.NATIVE:
+    if route.dialect is not _NATIVE:
         if "n" not in body.fields:
             return 1
         match = _LAX_COUNT.fullmatch(body.text("n"))
@@ -319,7 +320,7 @@ def _samples(body: JsonBody, route: Route) -> int:
             return MAX_SEQUENCES + 1
         return max(int(digits or b"0"), 1)
     text = body.text("sampling_params")
-    if b'"n"' not in text and b"\\" not in text:
+    if text.find(b'"n"') < 0 and text.find(b"\\") < 0:
         return 1
     try:
         found: Sequence[Sampling] = _samplings.decode(text) if text.startswith(b"[") else [_sampling.decode(text)]
@@ -332,7 +333,7 @@ def _passed(headers: Headers) -> Headers:
     """The headers that go on to the engine."""
     passed = [h for h in headers if h[0] in PASSED_HEADERS or h[0].startswith(PASSED_HEADER_PREFIX)]
     for name, value in passed:
-        if b"\n" in value or b"\r" in value or b"\0" in value or _LINE_BREAK.search(name):
+        if _LINE_BREAK.search(value) or _LINE_BREAK.search(name):
             where = name.decode("latin-1")
             raise InvalidRequest(f"the header {where!r} holds a line break or NUL", param=where)
     return passed

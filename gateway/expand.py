@@ -92,7 +92,7 @@ def expands(route: Route, engine: EngineKind, envelope: Envelope, *, is_streamed
         is_streamed: The engine is asked to stream, for whichever reason; closing then stops all samples.
         native_n: The operator wants ``n`` to stay one request.
     """
-    if native_n or is_streamed or engine is not EngineKind.SGLANG:
+    if envelope.samples == 1 or native_n or is_streamed or engine is not EngineKind.SGLANG:
         return False
     if route.dialect is not Dialect.NATIVE and envelope.body.text("n") != b"%d" % envelope.samples:
         return False

@@ -35,11 +35,14 @@ class Placed(msgspec.Struct, frozen=True):
     Attributes:
         legs: The upstream requests, mostly one; several are the samples of a request that was taken apart. The exchange
             ends them.
+        leg: The first of them, and mostly the only one.
         member: The worker in the fleet.
+        worker_id: Id of the worker.
         facts: What its engine said when the request was placed.
         dp_rank: Rank that was chosen, ``None`` when the worker has only one.
         overlap_blocks: Prompt blocks cached there, ``None`` if the policy did not look.
         ids_of_legs: Rewrites the ids in each leg's answer.
+        ids: The same for the first leg.
         is_stream: The engine was asked to stream.
         new_fold: Makes what turns a stream into the unary answer, given its bound; ``None`` where that cannot be.
         sent_ids: Ids given to the engine.
@@ -52,11 +55,14 @@ class Placed(msgspec.Struct, frozen=True):
     """
 
     legs: tuple[Leg, ...]
+    leg: Leg
     member: Member
+    worker_id: str
     facts: EngineFacts
     dp_rank: int | None
     overlap_blocks: int | None
     ids_of_legs: tuple[IdMap, ...]
+    ids: IdMap
     is_stream: bool
     new_fold: Callable[[int], Fold] | None
     sent_ids: tuple[str, ...]
@@ -68,16 +74,6 @@ class Placed(msgspec.Struct, frozen=True):
     build: Build | None = None
 
     @property
-    def leg(self) -> Leg:
-        """The first leg, and mostly the only one."""
-        return self.legs[0]
-
-    @property
-    def ids(self) -> IdMap:
-        """Rewrites the ids in the first leg's answer."""
-        return self.ids_of_legs[0]
-
-    @property
     def prefill(self) -> None:
         """Nobody else computes the prompt."""
         return None
@@ -86,11 +82,6 @@ class Placed(msgspec.Struct, frozen=True):
     def members(self) -> tuple[Member, ...]:
         """The worker."""
         return (self.member,)
-
-    @property
-    def worker_id(self) -> str:
-        """Id of the worker."""
-        return self.member.worker.id
 
     @property
     def is_live(self) -> bool:
@@ -199,7 +190,7 @@ def _place_alone(
     assert member is not None
     assert member.facts is not None
     facts = member.facts
-    if facts.engine is EngineKind.VLLM and envelope.native is not None:
+    if envelope.native is not None and facts.engine is EngineKind.VLLM:
         return _place_native(services, envelope, member, facts, choice, prompt, envelope.native.plan(member))
     folds = services.limits.folds_unary and can_fold(route, envelope, facts.engine)
     flat = FLAT_OUTPUT in envelope.body.fields and wants_flat(route.dialect, envelope.body)
@@ -268,11 +259,14 @@ def _placed(
 ) -> Placed:
     return Placed(
         legs=tuple(sender.legs),
+        leg=sender.legs[0],
         member=sender.member,
+        worker_id=sender.member.worker.id,
         facts=sender.facts,
         dp_rank=sender.dp_rank,
         overlap_blocks=sender.choice.overlap_blocks,
         ids_of_legs=tuple(sender.ids),
+        ids=sender.ids[0],
         is_stream=sender.is_stream,
         new_fold=new_fold,
         sent_ids=tuple(sender.sent_ids),

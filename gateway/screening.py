@@ -188,7 +188,7 @@ def _refuse_impossible_ids(ids: bytes, name: str) -> None:
     """Refuse ids that no vocabulary has; by searches for bytes, since a long prompt is not to be parsed."""
     if len(ids) < _NUMPY_BYTES:  # one walk for most lists, which are nothing but short numbers
         kinds = ids.translate(_KINDS)
-        if b"x" not in kinds and _TEN_DIGITS not in kinds:
+        if kinds.find(b"x") < 0 and kinds.find(_TEN_DIGITS) < 0:
             return
     if b'"' in ids and name not in _IDS_ONLY:
         _refuse_ids_among_texts(ids, name)

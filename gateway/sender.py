@@ -16,6 +16,8 @@ from routers.fleet import Member
 from routers.load import RankBooking
 from routers.types import Placement
 
+_NATIVE = Dialect.NATIVE
+
 
 class Sender:
     """Sends the legs of one request to the rank that was chosen for it.
@@ -85,7 +87,7 @@ class Sender:
 
     @property
     def _has_one_id(self) -> bool:
-        return self._route.dialect is not Dialect.NATIVE and not self._envelope.is_stream
+        return self._route.dialect is not _NATIVE and not self._envelope.is_stream
 
     def send_whole(self, changes: Mapping[str, bytes]) -> None:
         """Send the request as it is, but for ``changes``."""

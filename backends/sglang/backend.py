@@ -31,18 +31,19 @@ class _Style(enum.Enum):
     RESPONSE = "request_id: resp_ and the id"
 
 
+_LIST, _INDEXED, _SINGLE, _RESPONSE = _Style
 _JSON_ACCEPTED = (b"accept", b"application/json")
 _EVENTS_ACCEPTED = (b"accept", b"text/event-stream")
 # Routes that are not here take no id.
 _STYLES = {
-    "/generate": _Style.LIST,
-    "/encode": _Style.LIST,
-    "/classify": _Style.LIST,
-    "/v1/embeddings": _Style.LIST,
-    "/v1/classify": _Style.LIST,
-    "/v1/completions": _Style.INDEXED,
-    "/v1/chat/completions": _Style.SINGLE,
-    "/v1/responses": _Style.RESPONSE,
+    "/generate": _LIST,
+    "/encode": _LIST,
+    "/classify": _LIST,
+    "/v1/embeddings": _LIST,
+    "/v1/classify": _LIST,
+    "/v1/completions": _INDEXED,
+    "/v1/chat/completions": _SINGLE,
+    "/v1/responses": _RESPONSE,
 }
 
 
@@ -67,11 +68,11 @@ class SGLangBackend:
             return EngineIds((base,), ())
         if samples > 1:
             return EngineIds((base,), (), has_children=True)
-        if style is _Style.RESPONSE:
+        if style is _RESPONSE:
             return EngineIds((base,), (_RESPONSE_PREFIX + base,))
-        if batch_size is None or style is _Style.SINGLE:
+        if batch_size is None or style is _SINGLE:
             return EngineIds((base,), (base,))
-        if style is _Style.LIST:
+        if style is _LIST:
             listed = tuple(f"{base[:24]}{index:08x}" for index in range(batch_size))
         else:
             listed = tuple(f"{base}_{index}" for index in range(batch_size))
@@ -175,10 +176,10 @@ def _id_field(style: _Style | None, ids: EngineIds) -> dict[str, bytes]:
     """The body's field that carries the id, if the route takes one."""
     if style is None:
         return {}
-    if style is _Style.RESPONSE:
+    if style is _RESPONSE:
         return {"request_id": orjson.dumps(_RESPONSE_PREFIX + ids.sent[0])}
     if not ids.names_items:
         return {"rid": orjson.dumps(ids.sent[0])}
-    if style is _Style.LIST:
+    if style is _LIST:
         return {"rid": orjson.dumps(ids.sent)}
     return {"rid": orjson.dumps(ids.sent[0].removesuffix("_0"))}

@@ -193,7 +193,7 @@ def _one_token_of(text: bytes) -> bytes:
     if text in (b"", b"null"):
         text = b"{}"
     try:
-        sampling = JsonBody.parse(text, {"n", "max_new_tokens", "min_new_tokens"})
+        sampling = JsonBody.parse(text, frozenset({"n", "max_new_tokens", "min_new_tokens"}))
     except JsonBodyError as exc:
         fault = f"has the field {exc.key!r} more than once" if exc.key else "must be an object"
         raise BodyUnfit(f"{_SAMPLING!r} {fault}", _SAMPLING) from exc

@@ -237,7 +237,7 @@ class H1Connection(asyncio.Protocol):
             return
         self._status = status
         by_name = dict(self._headers)
-        self._chunked = b"chunked" in by_name.get(b"transfer-encoding", b"").lower()
+        self._chunked = by_name.get(b"transfer-encoding", b"").lower().find(b"chunked") >= 0
         length = int(by_name[b"content-length"]) if b"content-length" in by_name and not self._chunked else None
         self._content_length = length
         if length is not None and length >= PLAIN_FROM_BYTES:

@@ -20,7 +20,7 @@ def request_head(origin: Origin, request: UpstreamRequest) -> bytes:
         lines.append(b"content-length: %d" % length)
     head = b"\r\n".join(lines)
     breaks = len(lines)  # the first of them is two lines
-    if head.count(b"\n") != breaks or head.count(b"\r") != breaks or b"\0" in head:
+    if head.count(b"\n") != breaks or head.count(b"\r") != breaks or head.find(b"\0") >= 0:
         raise RequestUnsendable("a header holds a line break or NUL")
     return head + b"\r\n\r\n"
 

@@ -151,7 +151,7 @@ def _samplings(body: JsonBody, count: int) -> Iterator[JsonBody]:
             raise NativeRefused(f"'sampling_params' has {len(texts)} items instead of {count}", "sampling_params")
     for one in texts:
         try:
-            sampling = JsonBody.parse(b"{}" if one == b"null" else one, SAMPLING_FIELDS.keys())
+            sampling = JsonBody.parse(b"{}" if one == b"null" else one, frozenset(SAMPLING_FIELDS))
         except JsonBodyError as exc:
             raise NativeRefused(f"'sampling_params': {exc}", "sampling_params") from exc
         _refuse_fields(sampling, SAMPLING_FIELDS, "sampling_params.")

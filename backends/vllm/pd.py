@@ -124,7 +124,7 @@ def decode_body(path: str, body: JsonBody, handoff: bytes, *, is_release: bool =
 
 
 def _sampling(body: JsonBody, changes: dict[str, bytes], removed: Sequence[str]) -> bytes:
-    return edited(JsonBody.parse(body.text("sampling_params") or b"{}", changes.keys()), changes, removed).raw
+    return edited(JsonBody.parse(body.text("sampling_params") or b"{}", frozenset(changes)), changes, removed).raw
 
 
 def handoff_in(answer: bytes) -> bytes:

@@ -54,7 +54,7 @@ def test_lists_of_several_pieces(before: int, tail: str, length: int) -> None:
 @pytest.mark.parametrize("key", ["input_ids", "prompt"])
 def test_a_long_list_stays_the_clients_bytes(key: str, separators: tuple[str, str]) -> None:
     raw = json.dumps({"a": 1, key: LONG, "b": ["]"]}, separators=separators).encode()
-    body = JsonBody.parse(raw, {key})
+    body = JsonBody.parse(raw, frozenset({key}))
     assert body.id_counts == {key: len(LONG)}
     assert (list(body.fields), body.raw) == (["a", key, "b"], raw)
     assert json.loads(body.text(key)) == LONG
@@ -96,4 +96,4 @@ def test_the_fields_are_those_of_a_plain_parse(text: str) -> None:
 def test_what_is_no_json_beside_the_ids_is_refused(text: str) -> None:
     raw = text.replace("IDS", json.dumps(LONG)).encode()
     with pytest.raises(JsonBodyError):
-        JsonBody.parse(raw, {"input_ids", "rid"})
+        JsonBody.parse(raw, frozenset({"input_ids", "rid"}))
