@@ -52,6 +52,7 @@ TELL_CLIENT_S = 1.0
 # The time has to pass in so many parts: a loop that was not run for longer has its turns before the client is cut off.
 _TELL_PARTS = 4
 _NO_USAGE = Usage()
+_CLIENT_CLOSED = Outcome.CLIENT_CLOSED
 
 
 class Exchange:
@@ -322,26 +323,25 @@ class Exchange:
             self._outcome = Outcome.CLIENT_CLOSED
         if self._tell_timer is not None:
             self._tell_timer.cancel()
-        ids = (self._public_id, *self._envelope.item_ids, *self._sample_ids) if self._envelope else ()
+        ids = {self._public_id, *self._envelope.item_ids, *self._sample_ids} if self._envelope else ()
         self._services.live.remove(self, ids)
         self._record(self._outcome or Outcome.ENGINE_ERROR)
         self._dispatch = self._deadlines = None  # cycles would be the garbage collector's, at a sixth of all time
 
     def _record(self, outcome: Outcome) -> None:
         services, relay, placed, envelope = self._services, self._relay, self._placed, self._envelope
-        now = services.clock()
-        status = CLIENT_GONE.status if outcome is Outcome.CLIENT_CLOSED else relay.status
+        request, usage, path = self._request, self._usage, self._route.path
+        duration_s = services.clock() - self._started_at
+        status = CLIENT_GONE.status if outcome is _CLIENT_CLOSED else relay.status
         first_byte_s = relay.first_byte_at - self._started_at if relay.first_byte_at is not None else None
-        services.metrics.request_finished(
-            self._route.path, self._model, outcome, status, now - self._started_at, first_byte_s
-        )
+        services.metrics.request_finished(path, self._model, outcome, status, duration_s, first_byte_s)
         prefill = placed.prefill if placed is not None else None
         services.log_access(
             AccessRecord(
                 time=services.wall_clock(),
-                method=self._request.method,
-                route=self._route.path,
-                path=self._request.path,
+                method=request.method,
+                route=path,
+                path=request.path,
                 status=status,
                 outcome=outcome,
                 request_id=self._public_id or None,
@@ -353,13 +353,13 @@ class Exchange:
                 attempts=self._dispatch.attempts.count if self._dispatch else 0,
                 stream=envelope.is_stream if envelope else False,
                 model=self._model or None,
-                prompt_tokens=self._usage.prompt_tokens,
-                completion_tokens=self._usage.completion_tokens,
-                cached_tokens=self._usage.cached_tokens,
+                prompt_tokens=usage.prompt_tokens,
+                completion_tokens=usage.completion_tokens,
+                cached_tokens=usage.cached_tokens,
                 tokens_seen=relay.events_seen or None,
                 bytes_in=self._bytes_in,
                 bytes_out=relay.bytes_out,
-                duration_s=now - self._started_at,
+                duration_s=duration_s,
                 first_byte_s=first_byte_s,
                 queue_s=self._dispatch.attempts.queue_s if self._dispatch else None,
                 error=self._report.message if self._report else None,

@@ -74,7 +74,7 @@ class LiveRequests:
         return tuple(self._by_id.get(public_id, ()))
 
     def remove(self, request: LiveRequest, ids: Iterable[str]) -> None:
-        """``request`` has ended; ``ids`` are all of its ids, some of them perhaps twice."""
+        """``request`` has ended; ``ids`` are all of its ids."""
         self._all.discard(request)
         if self._empty is not None and not self._all:
             self._empty.set()

@@ -149,7 +149,7 @@ class ConnectionProtocol(HttpToolsProtocol):
         lines = [*map(b": ".join, self.server_state.default_headers), *map(b": ".join, headers)]
         head = b"\r\n".join(lines)
         breaks = len(lines) - 1
-        if head.count(b"\n") != breaks or head.count(b"\r") != breaks or b"\0" in head:
+        if head.count(b"\n") != breaks or head.count(b"\r") != breaks or head.find(b"\0") >= 0:
             return False  # uvicorn raises
         cycle.response_started = cycle.response_complete = True
         if len(body) < JOIN_BODY_BELOW_BYTES:
