@@ -13,6 +13,7 @@ from types import FrameType
 import uvicorn
 import uvloop
 
+from backends.upstream.lost_peer import TO_CLIENTS, set_options
 from gateway.access_log import AccessLog
 from gateway.app import Gateway
 from gateway.logs import configure_logging
@@ -101,6 +102,7 @@ def bind(host: str, port: int) -> socket.socket:
     sock = socket.socket(family, kind, protocol)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        set_options(sock, TO_CLIENTS)  # those that it accepts have them from it
         sock.bind(address)
     except OSError:
         sock.close()

@@ -10,6 +10,7 @@ import httptools
 from backends.errors import AnswerBroken, AnswerMalformed, ConnectionDropped, UpstreamError
 from backends.upstream.base import AnswerHead, Headers, Origin
 from backends.upstream.h1_call import H1Call
+from backends.upstream.lost_peer import TO_WORKERS, set_options
 
 # More of a head, 1xx answers before it included, is no engine's.
 MAX_HEAD_BYTES = 256 * 1024
@@ -127,6 +128,7 @@ class H1Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport (asyncio callback)."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transports do not inherit from it
+        set_options(transport.get_extra_info("socket"), TO_WORKERS)
         if self.origin.scheme == "http" and hasattr(select, "poll"):
             self._poll = select.poll()
             self._poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)

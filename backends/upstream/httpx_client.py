@@ -28,6 +28,7 @@ from backends.upstream.base import AnswerHead, Headers, Origin, UpstreamRequest
 from backends.upstream.h1_request import request_head
 from backends.upstream.httpx_call import HttpxCall
 from backends.upstream.httpx_network import Attempt, GivenUp, ObservedBackend
+from backends.upstream.lost_peer import TO_WORKERS
 
 # Engines close idle connections after 5 s; leaving earlier avoids most of the races with that.
 IDLE_LIMIT_S = 3.0
@@ -47,6 +48,7 @@ class _Transport(httpx.AsyncHTTPTransport):
             max_connections=None,
             max_keepalive_connections=None,
             keepalive_expiry=idle_limit_s,
+            socket_options=TO_WORKERS,
             network_backend=ObservedBackend(),
         )
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import hashlib
+import os
+import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -26,6 +28,7 @@ from backends.upstream.base import Headers, Origin, UpstreamCall, UpstreamClient
 from backends.upstream.fetch import fetch
 from backends.upstream.h1 import H1Client
 from backends.upstream.httpx_client import HttpxClient
+from backends.upstream.lost_peer import TO_WORKERS
 from backends.upstream.tls import client_context
 from tests.fakes.running import PATIENCE_S, TIME_SCALE, until
 from tests.fakes.scripted_peer import Peer, PeerServer, peer_server
@@ -935,6 +938,28 @@ async def test_an_unread_answer_stalls_the_worker(
             received.update(data)
     assert received.digest() == sent.digest()
     await one_answer(client, server, peer)
+
+
+def socket_at(address: object) -> socket.socket:
+    """A copy of this process's socket that has the address."""
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            found = socket.socket(fileno=os.dup(int(number)))
+        except OSError:  # no socket
+            continue
+        if found.getsockname() == address:
+            return found
+        found.close()
+    raise AssertionError(f"no socket at {address}")
+
+
+@on_both_loops
+async def test_the_kernel_asks_whether_the_worker_is_there(client: UpstreamClient, server: PeerServer) -> None:
+    call, peer = await begun(client, server)
+    with socket_at(peer.writer.get_extra_info("peername")) as sock:
+        assert [sock.getsockopt(level, name) for level, name, _ in TO_WORKERS] == [value for _, _, value in TO_WORKERS]
+        assert len(TO_WORKERS) == 5
+    call.close()
 
 
 @on_both_loops
