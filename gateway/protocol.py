@@ -23,8 +23,7 @@ MAX_DISCARDED_BYTES = 64 * 1024 * 1024
 # Requests that may wait behind the one that is answered; with more of them the connection is no longer read, and then
 # nobody sees the client leave.
 MAX_PIPELINED = 8
-# Bound of a request's line and headers.
-MAX_HEAD_BYTES = 64 * 1024
+MAX_HEAD_BYTES = 64 * 1024  # of a request's line and headers
 # Larger bodies are not copied into one buffer with the head.
 JOIN_BODY_BELOW_BYTES = 64 * 1024
 # How long a client that wanted the connection closed may go on sending a body that was refused.
@@ -59,8 +58,7 @@ class ConnectionProtocol(HttpToolsProtocol):
         self._on_gone: Callable[[], None] | None = None
         self._discarded_bytes = 0
         self._running: RequestResponseCycle | None = None
-        self._is_read = False
-        self._has_head = False
+        self._is_read = self._has_head = False
         self._head_bytes = 0
         self._linger: asyncio.TimerHandle | None = None
         self.received_bytes = 0
@@ -269,8 +267,7 @@ class ConnectionProtocol(HttpToolsProtocol):
         self.headers = []
         self.expect_100_continue = False
         self._discarded_bytes = 0
-        self._is_read = False
-        self._has_head = False
+        self._is_read = self._has_head = False
         self._head_bytes = 0
 
     def on_headers_complete(self) -> None:
@@ -379,6 +376,9 @@ class ConnectionProtocol(HttpToolsProtocol):
         running = self._running
         is_its_body = running is self.cycle and self._has_head and not self._is_read
         if running is not None and not running.response_complete:
+            if running is self.cycle and not is_its_body and not self.pipeline:
+                running.keep_alive, self.refusal = False, report  # what comes behind it is refused, not the request
+                return
             if running.response_started or not is_its_body:
                 self.transport.abort()  # what is written now would be taken for a part of another answer
                 return
