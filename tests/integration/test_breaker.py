@@ -144,7 +144,7 @@ async def test_streams_that_somebody_else_aborts_on_the_engine_never_count() -> 
     async with alone(script, **OPTIONS) as (gateway, _, member):
         await ask(gateway, STREAM, 5)
         await gateway.record(5)
-        assert {record.outcome for record in gateway.records} == {"truncated"}
+        assert {record.outcome for record in gateway.records} == {"aborted"}
         assert member.breaker.state is BreakerState.CLOSED
 
 
