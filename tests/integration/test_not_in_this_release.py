@@ -15,9 +15,8 @@ async def test_a_worker_without_a_partner_gets_nothing_and_says_why(
     role: str, is_pinned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with script_engine() as engine:
-        if not is_pinned:
-            info: dict[str, Any] = {**METADATA["/server_info"], "disaggregation_mode": role}
-            engine.metadata["/server_info"] = info
+        info: dict[str, Any] = {**METADATA["/server_info"], "disaggregation_mode": role}
+        engine.metadata["/server_info"] = info  # a role that is given has to be the engine's own
         async with running_gateway(engine.url + f",role={role}" * is_pinned) as gateway:
             fleet = gateway.gateway.services.fleet
             await until(lambda: bool(fleet.models), "the worker")
