@@ -25,9 +25,11 @@ def audit_pairs(lines: Iterable[Line], logs: Logs) -> list[str]:
             bad = [one for one in (*prefill, *decode) if not _is_whole(one) or "status" in one["faults"]]
             problems += [f"complete: {line}\n  but {one}" for one in bad]
         if line["outcome"] == Outcome.PREFILL_FAILED:
-            # One that has waited for decode too long says so in an answer without a token.
+            # One that has waited for decode too long says so in an answer without a token; one whose transfer has
+            # failed, behind its token, and names the room.
             good = {id for one in prefill if _is_whole(one) and not one["faults"] and one["tokens"] for id in _ids(one)}
-            if good >= set(line["engine_ids"]):
+            rooms = _rooms_of_failures(logs[line["prefill_worker"]])
+            if good >= set(line["engine_ids"]) and not any(room in str(line.get("error")) for room in rooms):
                 problems.append(f"prefill is blamed: {line}\n  but {prefill}")
     return problems
 
@@ -68,6 +70,10 @@ def _entries(logs: Logs) -> dict[tuple[str, str], list[Line]]:
             for id in _ids(entry):
                 found[worker, id].append(entry)
     return found
+
+
+def _rooms_of_failures(told: Sequence[Mapping[str, Any]]) -> set[str]:
+    return {str(one["room"]) for log in told for one in log["transfers"] if one["event"] == "failed"}
 
 
 def _ids(entry: Line) -> set[str]:

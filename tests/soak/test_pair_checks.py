@@ -46,6 +46,12 @@ def test_outcomes_against_the_engines_logs(told: dict[str, Any], prefill: Any, d
     assert (audit_pairs([told], logs(prefill, decode)) == []) is is_good
 
 
+@pytest.mark.parametrize(("event", "is_good"), [("failed", True), ("sent", False)])
+def test_prefill_may_say_behind_its_token_that_the_transfer_failed(event: str, is_good: bool) -> None:
+    told = line(outcome="prefill_failed", error=f"Prefill transfer failed for bootstrap_room=cmpl-{ID}-0")
+    assert (audit_pairs([told], logs([WHOLE], [WHOLE], event)) == []) is is_good
+
+
 @pytest.mark.parametrize(
     ("told", "decode", "transfers", "counted", "is_good"),
     [
