@@ -69,6 +69,13 @@ def test_bad_streams(plan: Plan, body: bytes) -> None:
     assert read_answer(plan, streamed(body)).complaints
 
 
+@pytest.mark.parametrize(("wrong", "is_good"), [("no prompt", True), ("broken JSON", False)])
+def test_a_fault_may_answer_what_only_engines_refuse(wrong: str, is_good: bool) -> None:
+    headers = {"x-request-id": PLAN.id, "content-type": "application/json"}
+    answer = Answer(200, headers, b'{"text":"%b"}' % (b"x" * 1000), [], True)
+    assert (read_answer(replace(PLAN, wrong=wrong), answer).complaints == []) is is_good
+
+
 def test_a_cut_is_seen_and_an_error_must_say_what_it_is() -> None:
     assert read_answer(PLAN, streamed(b"", is_whole=False)).kind is Kind.CUT
     headers = {"x-request-id": PLAN.id}
