@@ -31,7 +31,9 @@ def test_the_loop_is_short() -> None:
 
 
 async def test_the_loop_of_the_guide_runs() -> None:
-    engines = [SimulatedEngine(EngineOptions(inter_token_ms=5.0, weight_version="0")) for _ in range(2)]
+    # Not all of a step's samples at once: when the first are enough to learn from, others are in the middle.
+    options = EngineOptions(inter_token_ms=5.0, max_running=6, weight_version="0")
+    engines = [SimulatedEngine(options) for _ in range(2)]
     for engine in engines:
         await engine.start()
     async with running_gateway(*(engine.url for engine in engines)) as gateway:
