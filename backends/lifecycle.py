@@ -47,9 +47,7 @@ from backends.leg_events import (
 )
 
 _CLOSE, _DETACH, _RELEASE = Simple.CLOSE, Simple.DETACH, Simple.RELEASE
-# The same for all legs, so nobody changes them.
 _NOTHING: list[Command] = []
-_ENDS: Final[Mapping[LegEnd, list[Command]]] = {how: [_CLOSE, _RELEASE, End(how)] for how in LegEnd}
 
 
 class LegMachine:
@@ -318,8 +316,6 @@ class LegMachine:
 
     def _close(self, how: LegEnd, error: str = "") -> list[Command]:
         self._enter(LegState.ENDED)
-        if not error:
-            return _ENDS[how]
         return [_CLOSE, _RELEASE, End(how, error)]
 
     def _wake(self) -> list[Command]:

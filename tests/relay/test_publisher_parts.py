@@ -364,7 +364,7 @@ def test_a_resync_is_a_snapshot() -> None:
     assert kinds(sent(feed, lanes)) == ["Begin", "End"]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 2**32))
 def test_numbers_follow_each_other_whatever_happens(seed: int) -> None:
     """Slow and quick gateways at once: each sees batches without a hole, or a beginning."""

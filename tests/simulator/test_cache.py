@@ -67,7 +67,7 @@ PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 ACTIONS = st.lists(st.tuples(st.sampled_from(["start", "keep", "end"]), PROMPTS, st.integers(0, 5)), max_size=40)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(ACTIONS)
 def test_against_a_naive_model(actions: list[tuple[str, list[int], int]]) -> None:
     cache, naive = PrefixCache(8, PAGE), NaiveCache(8)

@@ -9,6 +9,7 @@ from backends.errors import AnswerBroken, AnswerTooLarge, CallClosed, CallEnded,
 from backends.upstream.base import UpstreamCall, UpstreamClient, UpstreamRequest
 from backends.upstream.h1 import H1Client
 from backends.upstream.httpx_client import HttpxClient
+from tests.backends.upstream.test_conformance import rest
 from tests.fakes.running import PATIENCE_S, until
 from tests.fakes.scripted_peer import Peer, peer_server
 
@@ -52,14 +53,6 @@ async def scene(request: pytest.FixtureRequest) -> AsyncIterator[Scene]:
         yield Scene(call, peer)
         call.close()
         await client.aclose()
-
-
-async def rest(call: UpstreamCall) -> bytes:
-    parts = []
-    async with asyncio.timeout(PATIENCE_S):
-        while data := await call.read():
-            parts.append(data)
-    return b"".join(parts)
 
 
 async def test_all_of_an_answer_is_handed_over_or_left_to_be_read(scene: Scene) -> None:

@@ -221,7 +221,7 @@ _property = PromptTokenizers(
 
 
 @given(body=_bodies, engine=st.sampled_from(EngineKind), path=st.sampled_from(["/generate", "/v1/completions", CHAT]))
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_nothing_in_a_request_raises(body: dict[str, Any], engine: EngineKind, path: str) -> None:
     raw = json.dumps(body).replace("NaN", "1").replace("-Infinity", "2").replace("Infinity", "3")
     found = asyncio.run(ids_of(_property, engine, path, JsonBody.parse(raw.encode())))
