@@ -143,8 +143,8 @@ class AsgiDownstream:
     def abort(self) -> None:
         """See ``Downstream.abort``."""
         self._connection.watch(None)
-        self.is_gone = True
-        if self._has_no_framing:  # an orderly close would pass for the end of the body
+        was_gone, self.is_gone = self.is_gone, True
+        if self._has_no_framing and not was_gone:  # an orderly close would pass for the end of the body
             self._connection.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESETS)
         self._connection.abort()
 
