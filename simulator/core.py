@@ -187,6 +187,7 @@ class Core:
             else:
                 self._held.remove(entry)
                 del self._live[entry.sequence.rid]
+                entry.sequence.owner = None
         self.log.changed()
 
     def stream_over(self, generation: Generation) -> None:

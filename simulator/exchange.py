@@ -85,7 +85,8 @@ class Exchange:
     """One request and its answer.
 
     ``on_disconnect`` is called once if the client leaves before the end of the answer;
-    ``on_writable`` each time the client has read enough to write on.
+    ``on_writable`` each time the client has read enough to write on; ``on_abort_finish`` when the fault of that name
+    strikes. None of them is kept beyond the end.
     """
 
     __slots__ = (
@@ -95,6 +96,7 @@ class Exchange:
         "has_lower_case_framing",
         "is_chunked",
         "is_over",
+        "on_abort_finish",
         "on_disconnect",
         "on_writable",
         "request",
@@ -116,6 +118,7 @@ class Exchange:
         """Spell ``transfer-encoding`` and ``connection`` as uvicorn's httptools parser does, not its h11 one."""
         self.on_disconnect: Callable[[], None] | None = None
         self.on_writable: Callable[[], None] | None = None
+        self.on_abort_finish: Callable[[], None] | None = None
 
     @property
     def is_writable(self) -> bool:
@@ -177,18 +180,14 @@ class Exchange:
         """End the exchange; the connection goes on with the next request or closes."""
         if self.is_over:
             return
-        self.is_over = True
-        self.on_disconnect = self.on_writable = None
-        self._mark(ended)
+        self._end(ended)
         self.connection.exchange_over(self)
 
     def cut(self, ended: str, *, reset: bool) -> None:
         """End the exchange by ending the connection: with a reset, or with a clean close."""
         if self.is_over:
             return
-        self.is_over = True
-        self.on_disconnect = None
-        self._mark(ended)
+        self._end(ended)
         self.connection.cut(reset=reset)
 
     def lost(self, *, has_backlog: bool = False) -> None:
@@ -197,10 +196,16 @@ class Exchange:
             if has_backlog:
                 self._mark("client_closed")
             return
+        on_disconnect = self.on_disconnect
+        self._end("client_closed")
+        if on_disconnect is not None:
+            on_disconnect()
+
+    def _end(self, ended: str) -> None:
         self.is_over = True
-        self._mark("client_closed")
-        if self.on_disconnect is not None:
-            self.on_disconnect()
+        # They know who writes the answer, who knows this exchange: no cycle is left for the collector.
+        self.on_disconnect = self.on_writable = self.on_abort_finish = None
+        self._mark(ended)
 
     def _mark(self, ended: str) -> None:
         self.entry.ended = ended

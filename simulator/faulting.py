@@ -120,12 +120,9 @@ class FaultRunner:
 
 
 class EventWriter:
-    """Writes the events of one stream; every event passes the scripted faults.
+    """Writes the events of one stream; every event passes the scripted faults."""
 
-    ``on_abort_finish`` is called when the fault of that name strikes.
-    """
-
-    __slots__ = ("_exchange", "_faults", "_held", "_is_hanging", "_sent", "on_abort_finish")
+    __slots__ = ("_exchange", "_faults", "_held", "_is_hanging", "_sent")
 
     def __init__(self, exchange: Exchange, faults: FaultRunner) -> None:
         self._exchange = exchange
@@ -133,7 +130,6 @@ class EventWriter:
         self._held: list[tuple[bytes, bool]] | None = None
         self._is_hanging = False
         self._sent = 0
-        self.on_abort_finish: Callable[[], None] = lambda: None
 
     @property
     def is_hanging(self) -> bool:
@@ -191,7 +187,8 @@ class EventWriter:
     def _is_stopped_by(self, fault: Fault) -> bool:
         exchange = self._exchange
         if fault.kind == "abort_finish":
-            self.on_abort_finish()
+            if exchange.on_abort_finish is not None:
+                exchange.on_abort_finish()
             return False
         if fault.kind == "garbage":
             exchange.send_event(b"data: " + GARBAGE + b"\n\n")

@@ -6,22 +6,26 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
-from simulator.core import Core
+from simulator.core import Core, DuplicateRequest
 from simulator.exchange import Exchange
 from simulator.faulting import EventWriter
 from simulator.sequence import Finish, Sequence
 
 
-def _nothing() -> None:
-    """Stand in for a callback that has been used up."""
+def _submit(core: Core, generation: UnaryGeneration | StreamGeneration, rank: int | None) -> None:
+    try:
+        core.submit(generation, rank)
+    except DuplicateRequest:
+        generation.sequences = ()  # they know it: no cycle is left for the collector
+        raise
 
 
 class UnaryGeneration:
-    """Collects all sequences of a request, then calls ``on_done``."""
+    """Collects all sequences of a request, then calls ``on_done`` with them."""
 
     is_stream = False
 
-    def __init__(self, core: Core, exchange: Exchange, on_done: Callable[[], None]) -> None:
+    def __init__(self, core: Core, exchange: Exchange, on_done: Callable[[Seq[Sequence]], None]) -> None:
         self.sequences: Seq[Sequence] = ()
         self._core = core
         self._exchange = exchange
@@ -36,7 +40,7 @@ class UnaryGeneration:
         """
         self.sequences = sequences
         self._open = len(sequences)
-        self._core.submit(self, rank)
+        _submit(self._core, self, rank)
         self._exchange.on_disconnect = lambda: self._core.client_left(self)
         if self._exchange.starts_aborted:
             self._core.abort_generation(self)
@@ -48,10 +52,8 @@ class UnaryGeneration:
         """Count; answer after the last one."""
         self._exchange.entry.tokens += len(sequence.output)
         self._open -= 1
-        if not self._open:
-            on_done, self._on_done = self._on_done, _nothing
-            if not self._exchange.is_over:
-                on_done()
+        if not self._open and not self._exchange.is_over:
+            self._on_done(self.sequences)
 
 
 class Renderer(Protocol):
@@ -95,11 +97,11 @@ class StreamGeneration:
         self.sequences = sequences
         self._index = {id(sequence): index for index, sequence in enumerate(sequences)}
         self._open = len(sequences)
-        self._core.submit(self, rank)
+        _submit(self._core, self, rank)
         self._exchange.on_disconnect = self._client_left
         self._exchange.on_writable = self._catch_up
         if self._exchange.facts is not None:
-            self._writer.on_abort_finish = lambda: self._core.abort_generation(self)
+            self._exchange.on_abort_finish = lambda: self._core.abort_generation(self)
         if self._exchange.starts_aborted:
             self._core.abort_generation(self)
 

@@ -52,7 +52,7 @@ class Connection(asyncio.Protocol):
         self.exchange: Exchange | None = None
         self._loop = loop
         self._transport: asyncio.Transport | None = None
-        self._parser = httptools.HttpRequestParser(self)
+        self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
         self._queue: deque[Request] = deque()
         self._buffer: list[bytes] = []
         self._is_flush_due = False
@@ -77,6 +77,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the open exchange, drop the queued requests."""
         self._transport = None
+        self._parser = None  # it knows this connection: no cycle is left for the collector
         self._disarm_idle()
         has_backlog = bool(self._slow)
         self._queue.clear()
@@ -98,6 +99,8 @@ class Connection(asyncio.Protocol):
         """Parse; bytes that are no HTTP get uvicorn's plain 400."""
         if self._is_muted:
             self._held_input.append(data)
+            return
+        if self._parser is None:
             return
         self._disarm_idle()
         try:
@@ -155,6 +158,7 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         """Hand the request over, or queue it behind the one being answered."""
+        assert self._parser is not None
         method = self._parser.get_method().decode("ascii")
         request = Request(method, self._target, self._headers, self._parser.should_keep_alive())
         request.body = self._body[0] if len(self._body) == 1 else b"".join(self._body)

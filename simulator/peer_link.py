@@ -26,6 +26,11 @@ def _ignore(*_: Any) -> None:
     """Stand in for a callback that nobody has set."""
 
 
+def _no_answer(_: bytes) -> bytes:
+    """Stand in for the one that answers HTTP."""
+    return b""
+
+
 class Link:
     """One connection to another engine, owned by whoever dialled or accepted it.
 
@@ -36,7 +41,7 @@ class Link:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, home: set[Link] | None = None) -> None:
         self.on_message: Callable[[Message], None] = _ignore
-        self.on_http: Callable[[bytes], bytes] = lambda line: b""
+        self.on_http: Callable[[bytes], bytes] = _no_answer
         self.on_closed: Callable[[], None] = _ignore
         self.is_connected = False
         self._loop = loop
@@ -72,6 +77,8 @@ class Link:
         if self._is_over:
             return
         self._is_over = True
+        # They know the request that owns the link: no cycle is left for the collector.
+        self.on_message, self.on_http, self.on_closed = _ignore, _no_answer, _ignore
         if self._home is not None:
             self._home.discard(self)
         sock, self._sock = self._sock, None
@@ -174,8 +181,9 @@ class Link:
 
     def _lost(self) -> None:
         if not self._is_over:
+            on_closed = self.on_closed
             self.close()
-            self.on_closed()
+            on_closed()
 
 
 class Listener:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable
 
@@ -12,7 +13,9 @@ class Timers:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._handles: set[asyncio.TimerHandle] = set()
+        # By number, since a callback that knew its own handle would be a cycle for the collector.
+        self._handles: dict[int, asyncio.TimerHandle] = {}
+        self._numbers = itertools.count()
         self._is_closed = False
 
     def __len__(self) -> int:
@@ -29,22 +32,22 @@ class Timers:
         """
         if self._is_closed:
             return lambda: None
-
-        def run() -> None:
-            self._handles.discard(handle)
-            callback()
-
-        def cancel() -> None:
-            self._handles.discard(handle)
-            handle.cancel()
-
-        handle = self._loop.call_later(delay_s, run)
-        self._handles.add(handle)
-        return cancel
+        number = next(self._numbers)
+        self._handles[number] = self._loop.call_later(delay_s, self._run, number, callback)
+        return lambda: self._cancel(number)
 
     def close(self) -> None:
         """Cancel what has not run yet, and take nothing new."""
         self._is_closed = True
-        for handle in self._handles:
+        for handle in self._handles.values():
             handle.cancel()
         self._handles.clear()
+
+    def _run(self, number: int, callback: Callable[[], None]) -> None:
+        self._handles.pop(number, None)
+        callback()
+
+    def _cancel(self, number: int) -> None:
+        handle = self._handles.pop(number, None)
+        if handle is not None:
+            handle.cancel()

@@ -120,7 +120,7 @@ def handle_generate(core: Core, faults: FaultRunner, exchange: Exchange) -> None
 
 
 def _start_unary(core: Core, faults: FaultRunner, exchange: Exchange, request: GenerateRequest) -> None:
-    generation = UnaryGeneration(core, exchange, lambda: _answer_unary(core, faults, exchange, request, generation))
+    generation = UnaryGeneration(core, exchange, lambda done: _answer_unary(core, faults, exchange, request, done))
     sequences = make_sequences(core, request.prompts, generation, is_streamed=False)
     try:
         generation.start(sequences, request.dp_rank)
@@ -131,10 +131,10 @@ def _start_unary(core: Core, faults: FaultRunner, exchange: Exchange, request: G
 
 
 def _answer_unary(
-    core: Core, faults: FaultRunner, exchange: Exchange, request: GenerateRequest, generation: UnaryGeneration
+    core: Core, faults: FaultRunner, exchange: Exchange, request: GenerateRequest, sequences: Seq[Sequence]
 ) -> None:
-    exchange.entry.dp_rank = generation.sequences[0].rank
-    for sequence in generation.sequences:
+    exchange.entry.dp_rank = sequences[0].rank
+    for sequence in sequences:
         finish = sequence.finish
         if finish is not None and finish.status_code is not None and finish.status_code > 400:
             body = errors.object_error(finish.message, str(finish.status_code), finish.status_code)
@@ -144,7 +144,7 @@ def _answer_unary(
     returns = _returns_of(request)
     answers = [
         answer(sequence, returns[index], context, Sent(), is_delta=False, now=now)
-        for index, sequence in enumerate(generation.sequences)
+        for index, sequence in enumerate(sequences)
     ]
     body = orjson.dumps(answers if request.is_list else answers[0], option=orjson.OPT_SERIALIZE_NUMPY)
     faults.answer_unary(exchange, 200, body, "application/json")

@@ -107,15 +107,15 @@ def start_unary(
 ) -> None:
     """Generate, then answer with ``body`` or with the scheduler's error."""
 
-    def done() -> None:
-        exchange.entry.dp_rank = generation.sequences[0].rank
-        for sequence in generation.sequences:
+    def done(sequences: Seq[Sequence]) -> None:
+        exchange.entry.dp_rank = sequences[0].rank
+        for sequence in sequences:
             finish = sequence.finish
             if finish is not None and finish.status_code is not None:
                 code = finish.status_code
                 exchange.respond(code, errors.object_error(finish.message, str(code), code))
                 return
-        faults.answer_unary(exchange, 200, body(generation.sequences), "application/json")
+        faults.answer_unary(exchange, 200, body(sequences), "application/json")
 
     def go() -> None:
         sequences = make_sequences(core, request.generate.prompts, generation, is_streamed=False)

@@ -93,10 +93,10 @@ def start_unary(
 ) -> None:
     """Generate, then answer with ``body`` or with the engine's error."""
 
-    def done() -> None:
-        exchange.entry.dp_rank = generation.sequences[0].rank
-        if not is_refused(exchange, generation.sequences):
-            faults.answer_unary(exchange, 200, body(generation.sequences), "application/json")
+    def done(sequences: Seq[Sequence]) -> None:
+        exchange.entry.dp_rank = sequences[0].rank
+        if not is_refused(exchange, sequences):
+            faults.answer_unary(exchange, 200, body(sequences), "application/json")
 
     generation = UnaryGeneration(core, exchange, done)
     sequences = make_sequences(core, parsed, generation, is_streamed=False)

@@ -14,7 +14,7 @@ from tests.soak.plan import MAX_BODY_BYTES, plan
 
 REQUESTS = 120
 CLIENTS = 8
-_OWN = ("gateway.", "backends.", "routers.")
+_OWN = ("gateway.", "backends.", "routers.", "simulator.")
 
 
 @pytest.fixture
