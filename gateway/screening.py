@@ -82,6 +82,8 @@ _KINDS = bytes.maketrans(b'123456789"-\\eE', b"000000000xxxxx")
 _NUMPY_BYTES = 32 * 1024
 _IDS_ONLY = frozenset({"input_ids", "label_token_ids"})
 _INPUT_IDS = ("input_ids",)
+# Of them, what is run as it is: no token to compute kills a scheduler, unless other prompts happen to be beside it.
+_PROMPTS = frozenset({"input_ids", "prompt"})
 # Fields that hold ids, texts, or lists of either.
 _PROMPT_FIELDS = {
     "/v1/completions": ("input_ids", "prompt"),
@@ -171,6 +173,8 @@ def refuse_deadly(body: JsonBody, route: Route) -> None:
         ids = body.text(name)
         if ids.startswith(b"["):
             _refuse_impossible_ids(ids, name)
+            if name in _PROMPTS and _has_empty_row(ids):
+                raise InvalidRequest(f"one of {name!r} is empty", param=name)
     if route.path == "/v1/score" and _is_empty(body.text("query")) and _has_empty_item(body.text("items")):
         raise InvalidRequest("'query' is empty and so is one of 'items'", param="items")
     field = _TOP_LOGPROBS.get(route.dialect, "")
@@ -236,6 +240,11 @@ def _is_empty(value: bytes) -> bool:
 def _has_empty_item(items: bytes) -> bool:
     """Items of which one, or all of them together, are nothing."""
     return _is_empty(items) or _has_empty_text(items) or _EMPTY_LIST.search(items) is not None
+
+
+def _has_empty_row(ids: bytes) -> bool:
+    """A list of lists, one of them empty; brackets in texts are none."""
+    return ids.find(b"[", 1) > 0 and b'"' not in ids and _EMPTY_LIST.search(ids, 1) is not None
 
 
 def _has_empty_text(items: bytes) -> bool:

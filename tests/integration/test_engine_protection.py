@@ -28,6 +28,8 @@ DEADLY: dict[str, tuple[str, Any]] = {
     "empty text": ("/generate", {"text": ""}),
     "empty text in a batch": ("/generate", {"text": ["a", ""]}),
     "empty prompt in a batch": (COMPLETIONS, {"prompt": ["a", ""]}),
+    "no ids in a batch": ("/generate", {"input_ids": [[1, 2], []]}),
+    "no ids in a batch of prompts": (COMPLETIONS, {"prompt": [[1, 2], []]}),
     "top-k": ("/generate", {"text": "a", "return_logprob": True, "top_logprobs_num": 5000}),
     "top-k of a chat": (CHAT, {"messages": USER, "logprobs": True, "top_logprobs": 5000}),
     "top-k of a completion": (COMPLETIONS, {"prompt": "a", "logprobs": 5000}),
@@ -39,7 +41,6 @@ HARMLESS: dict[str, tuple[str, Any]] = {
     "empty prompt": (COMPLETIONS, {"prompt": ""}),
     "logit bias": ("/generate", {"text": "a", "sampling_params": {"logit_bias": {"-5": 1}}}),
     "log-probabilities of ids": ("/generate", {"text": "a", "token_ids_logprob": [-5]}),
-    "empty list in a batch": ("/generate", {"input_ids": [[1, 2], []]}),
     "empty content": (CHAT, {"messages": [{"role": "user", "content": ""}]}),
     "empty input": ("/v1/responses", {"input": ""}),
 }
