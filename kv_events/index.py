@@ -9,7 +9,6 @@ nothing to look through.
 
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from contextlib import suppress
 from itertools import islice
 
 from kv_events.index_holder import (
@@ -35,6 +34,7 @@ MAX_INTERNED_MASKS = 65_536
 # More than one call can take from a namespace.
 HELD = 1 << 40
 _SEQUENCE_MASK = (1 << SHIFT) - 1
+_DEVICE, _HOST, _DISK = Tier.DEVICE, Tier.HOST, Tier.DISK
 
 __all__ = ["ApplyReport", "Overlap", "PrefixIndex", "RankId"]
 
@@ -309,9 +309,8 @@ class PrefixIndex:
         tag = number << SHIFT
         keys = (sequence | tag for sequence in sequence_hashes) if tag else sequence_hashes
         shards, holding, last, depth = self._shards, self._live, -1, 0
-        by_tier = {Tier.DEVICE: result.device, Tier.HOST: result.host, Tier.DISK: result.disk}
-        # Until there is a block that nobody holds.
-        with suppress(KeyError):
+        by_tier = {_DEVICE: result.device, _HOST: result.host, _DISK: result.disk}
+        try:
             for key in keys:
                 mask = shards[key >> SHARD_SHIFT & SHARD_MASK][key]
                 # Masks are interned: mostly the same object as for the block before.
@@ -325,17 +324,20 @@ class PrefixIndex:
                             return result
                     last = mask
                 depth += 1
+        except KeyError:  # nobody holds this block
+            pass
         if depth:
             self._note(by_tier, holding, depth)
         return result
 
     def _note(self, by_tier: dict[Tier, dict[RankId, int]], mask: int, depth: int) -> None:
+        holders = self._holders
         while mask:
-            low = mask & -mask
-            holder = self._holders[low.bit_length() - 1]
+            number = mask.bit_length() - 1
+            holder = holders[number]
             if holder is not None:
                 by_tier[holder.tier][holder.rank] = depth
-            mask ^= low
+            mask ^= 1 << number
 
     # Parts
 
