@@ -139,7 +139,7 @@ TOP_FIELDS: Final = _by_name(
     _sent(
         "token_ids_logprob",
         "sampling_params.logprob_token_ids",
-        "127 at most; of output tokens only, and not beside `top_logprobs_num`",
+        "below the worker's `--max-logprobs` (20), 127 at most; of output tokens only, not beside `top_logprobs_num`",
     ),
     _here("return_text_in_logprobs", "refused beside `top_logprobs_num` and `token_ids_logprob`, which come as ids"),
     _here("return_flat_raw_top_logprobs", "built here"),

@@ -76,6 +76,19 @@ def _shown(request: VllmRequest, token: int) -> str:
 # -- log-probabilities -----------------------------------------------------------------------------
 
 
+def _tops(
+    request: VllmRequest, token: int, position: int, count: int, context: Context
+) -> list[tuple[float, int, int]]:
+    """Return what is told beside an output token: log-probability, id and rank of each, its own first."""
+    ids = request.sampling.logprob_ids
+    if ids is None:
+        tops = top_logprobs(token, position, count, context.vocab_size)
+        return [(value, other, rank) for rank, (value, other) in enumerate(tops, 1)]
+    # As the real server has it, the rank of one that was asked for is its place in the list.
+    ranks = {token: 1, **{other: rank for rank, other in enumerate(ids, 1)}}
+    return [(logprob(other, position), other, rank) for other, rank in ranks.items()]
+
+
 def chat_logprobs(request: VllmRequest, s: Sequence, start: int, context: Context) -> dict[str, Any] | None:
     """Return the log-probabilities of the output tokens from ``start`` on, in chat's form."""
     count = request.sampling.logprobs
@@ -84,9 +97,9 @@ def chat_logprobs(request: VllmRequest, s: Sequence, start: int, context: Contex
     content = []
     for offset, token in enumerate(s.output[start:]):
         position = len(s.prompt) + start + offset
-        tops = top_logprobs(token, position, count, context.vocab_size)
+        tops = _tops(request, token, position, count, context)
         entry = _chat_entry(request, token, logprob(token, position))
-        entry["top_logprobs"] = [_chat_entry(request, other, value) for value, other in tops]
+        entry["top_logprobs"] = [_chat_entry(request, other, value) for value, other, _ in tops]
         content.append(entry)
     return {"content": content}
 
@@ -128,7 +141,11 @@ def completion_logprobs(
             tops.append(None)
             continue
         values.append(logprob(token, first + index))
-        likeliest = top_logprobs(token, first + index, max(count, 1), context.vocab_size)
+        if with_prompt and index < len(s.prompt):
+            likeliest = top_logprobs(token, index, max(count, 1), context.vocab_size)
+        else:
+            told = _tops(request, token, first + index, max(count, 1), context)
+            likeliest = [(value, other) for value, other, _ in told]
         tops.append({_shown(request, other): value for value, other in likeliest})
     return {"text_offset": offsets, "token_logprobs": values, "tokens": texts, "top_logprobs": tops}, offset
 
@@ -141,8 +158,8 @@ def generate_logprobs(request: VllmRequest, s: Sequence, start: int, context: Co
     content = []
     for offset, token in enumerate(s.output[start:]):
         position = len(s.prompt) + start + offset
-        tops = top_logprobs(token, position, max(count, 1), context.vocab_size)
-        shown = [{"token_id": other, "logprob": value, "rank": rank} for rank, (value, other) in enumerate(tops, 1)]
+        tops = _tops(request, token, position, max(count, 1), context)[: max(count, 1)]
+        shown = [{"token_id": other, "logprob": value, "rank": rank} for value, other, rank in tops]
         content.append({**shown[0], "top_logprobs": shown})
     return {"content": content}
 

@@ -13,7 +13,7 @@ from simulator.options import EngineOptions
 from simulator.text import encode
 from simulator.vllm import fields as schema
 from simulator.vllm.errors import RequestError, invalid, refused_value, unknown_model
-from simulator.vllm.sampling import Sampling, parse_sampling
+from simulator.vllm.sampling import Sampling, parse_logprob_ids, parse_sampling
 from simulator.vllm.transfer import Transfer, parse_transfer
 
 Raw = Mapping[str, Any]
@@ -120,6 +120,10 @@ def parse_completion(raw: Raw, given_id: str, options: EngineOptions, context: i
     if fields.get("echo") and logprobs is not None:
         fields.setdefault("prompt_logprobs", logprobs)
     sampling = parse_sampling(fields, raw, logprobs=logprobs)
+    ids = parse_logprob_ids(raw, options.vocab_size)
+    if ids is not None and logprobs is None:
+        raise refused_value("when using `logprob_token_ids`, `logprobs` must be set.", "logprob_token_ids")
+    sampling = replace(sampling, logprob_ids=ids)
     answer_id = f"cmpl-{given_id}"
     names = tuple(f"{answer_id}-{index}" for index in range(len(prompts)))
     request = _request(fields, model, prompts, sampling, answer_id, names, (options, context))
@@ -149,6 +153,10 @@ def parse_chat(raw: Raw, given_id: str, options: EngineOptions, context: int) ->
     if fields.get("max_completion_tokens") is not None:
         fields["max_tokens"] = fields["max_completion_tokens"]
     sampling = parse_sampling(fields, raw, logprobs=(tops or 0) if fields.get("logprobs") else None)
+    ids = parse_logprob_ids(raw, options.vocab_size)
+    if ids is not None and not fields.get("logprobs"):
+        raise refused_value("when using `logprob_token_ids`, `logprobs` must be set to true.", "logprob_token_ids")
+    sampling = replace(sampling, logprob_ids=ids)
     prompt = chat_prompt(messages, add_generation_prompt=fields.get("add_generation_prompt", True))
     name = f"chatcmpl-{given_id}"
     request = _request(fields, model, (prompt,), sampling, name, (name,), (options, context))
@@ -177,7 +185,17 @@ def parse_generate(raw: Raw, given_id: str, options: EngineOptions, context: int
     _check_stream_options(fields)
     model = check_model(fields.get("model"), options)
     checked = schema.check_fields(params, schema.GENERATE_SAMPLING, "body.sampling_params")
-    sampling = parse_sampling(checked, params, logprobs=checked.get("logprobs"))
+    logprobs = checked.get("logprobs")
+    sampling = parse_sampling(checked, params, logprobs=logprobs)
+    chosen = parse_logprob_ids(params, options.vocab_size)
+    if chosen is not None and logprobs is not None and logprobs != len(chosen):
+        raise refused_value(
+            "When both logprobs and logprob_token_ids are set, logprobs must equal len(logprob_token_ids). "
+            f"Got logprobs={logprobs}, len(logprob_token_ids)={len(chosen)}.",
+            "logprob_token_ids",
+            len(chosen),
+        )
+    sampling = replace(sampling, logprob_ids=chosen)
     name = f"generate-tokens-{given_id}"
     request = _request(fields, model, (ids,), sampling, name, (name,), (options, context))
     return replace(request, output_mode="text" if raw.get("output_mode") == "text" else "tokens")

@@ -12,6 +12,7 @@ from simulator.sequence import NO_STOP, StopRule
 from simulator.vllm.errors import RequestError, invalid, refused_value
 
 MAX_LOGPROBS = 20
+MAX_LOGPROB_IDS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,8 @@ class Sampling:
     """Characters that a stream keeps until the end, since a stop string may begin with them."""
     logprobs: int | None
     prompt_logprobs: int | None
+    logprob_ids: tuple[int, ...] | None = None
+    """Tokens whose log-probabilities are told in place of the likeliest ones'."""
 
 
 def parse_sampling(fields: Mapping[str, Any], raw: Mapping[str, Any], *, logprobs: int | None) -> Sampling:
@@ -60,6 +63,28 @@ def parse_sampling(fields: Mapping[str, Any], raw: Mapping[str, Any], *, logprob
         logprobs=MAX_LOGPROBS if logprobs == -1 else logprobs,
         prompt_logprobs=MAX_LOGPROBS if prompt_logprobs == -1 else prompt_logprobs,
     )
+
+
+def parse_logprob_ids(raw: Mapping[str, Any], vocab_size: int) -> tuple[int, ...] | None:
+    """Return ``logprob_token_ids``, ``None`` if there are none; what goes with them differs by route.
+
+    Raises:
+        RequestError: They are no list of tokens, or too many.
+    """
+    name = "logprob_token_ids"
+    ids = raw.get(name)
+    if ids is None:
+        return None
+    if not (isinstance(ids, list) and all(type(item) is int for item in ids)):
+        raise invalid("list_type", f"body.{name}", "Input should be a valid list", ids)
+    if len(ids) > MAX_LOGPROB_IDS:
+        message = f"Requested {name} of length {len(ids)}, which is greater than max allowed: {MAX_LOGPROB_IDS}"
+        raise refused_value(message, name, len(ids))
+    outside = [item for item in ids if not 0 <= item < vocab_size]
+    if outside:
+        message = f"token_id(s) {outside} in {name} contain out-of-vocab token ids. Vocabulary size: {vocab_size}"
+        raise refused_value(message, name, outside)
+    return tuple(ids)
 
 
 def _check_ranges(fields: Mapping[str, Any]) -> None:

@@ -26,6 +26,7 @@ GENERATE = "/generate"
 LONG: dict[str, Any] = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 5000, "ignore_eos": True}}
 BATCH: dict[str, Any] = {**LONG, "input_ids": [[5, 6], [7], [8]]}
 TOP: dict[str, Any] = {"return_logprob": True, "top_logprobs_num": 3}
+CHOSEN: dict[str, Any] = {"return_logprob": True, "token_ids_logprob": [81, 300, 80]}
 SEEDED: dict[str, Any] = {"sampling_seed": 11}
 
 
@@ -72,6 +73,7 @@ UNARY = [
     pytest.param({"input_ids": [5], **sampling(n=3, temperature=0)}, id="greedy samples"),
     pytest.param({"input_ids": [5, 6], "return_logprob": True, **sampling()}, id="log-probabilities"),
     pytest.param({**TOP, "input_ids": [5, 6], **sampling()}, id="likeliest tokens"),
+    pytest.param({**CHOSEN, "input_ids": [5, 6], **sampling()}, id="chosen tokens"),
     pytest.param({**TOP, "input_ids": [5, 6, 9], "logprob_start_len": 0, **sampling()}, id="of the prompt too"),
     pytest.param(
         {**TOP, "input_ids": [5, 6], "return_flat_raw_output_top_logprobs": True, **sampling()}, id="flat arrays"
@@ -102,6 +104,7 @@ STREAMS = [
     pytest.param({**TOP, "input_ids": [[5, 6], [7]], **sampling()}, id="batch"),
     pytest.param({"input_ids": [5], **sampling(**SEEDED, n=2)}, id="samples"),
     pytest.param({"input_ids": [5], "return_logprob": True, **sampling()}, id="log-probabilities"),
+    pytest.param({**CHOSEN, "input_ids": [5], **sampling()}, id="chosen tokens"),
 ]
 
 
