@@ -90,13 +90,15 @@ def worker_spec_from_mapping(values: Mapping[str, object]) -> WorkerSpec:
         WorkerSpecError: ``url`` is missing, or a key or value is not allowed.
     """
     named: dict[str, object] = {}
-    shown = _shown(str(values.get("url", "")))
+    # The URL itself is one of them only as long as there is none.
+    keys = KEYS if "url" in values else ("url", *KEYS)
+    where = f"worker {_shown(str(values['url']))}" if "url" in values else "worker"
     for written, value in values.items():
         key = written.replace("-", "_")
         if key != "url" and key not in KEYS:
-            raise WorkerSpecError(f"worker {shown}: unknown key {written!r}{_hint(key)}")
+            raise WorkerSpecError(f"{where}: unknown key {written!r}{_hint(key, keys)}")
         if key in named:
-            raise WorkerSpecError(f"worker {shown}: key {key!r} is given twice")
+            raise WorkerSpecError(f"{where}: key {key!r} is given twice")
         named[key] = value
     if "url" not in named:
         raise WorkerSpecError("worker: url is missing; give http://HOST:PORT or https://HOST:PORT")
@@ -200,9 +202,9 @@ def _refuse(url: str, why: str) -> NoReturn:
     raise WorkerSpecError(f"worker {_shown(url)!r}: url {why}; {_FORM}")
 
 
-def _hint(key: str) -> str:
-    near = difflib.get_close_matches(key, KEYS, n=1)
-    return f", did you mean {near[0]!r}?" if near else f"; keys are {', '.join(KEYS)}"
+def _hint(key: str, keys: tuple[str, ...]) -> str:
+    near = difflib.get_close_matches(key, keys, n=1)
+    return f"{f', did you mean {near[0]!r}?' if near else ';'} keys are {', '.join(keys)}"
 
 
 def _text(where: str, key: str, value: object) -> str:

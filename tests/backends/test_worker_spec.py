@@ -70,6 +70,7 @@ def test_urls_are_brought_to_one_form(text: str, url: str) -> None:
         pytest.param("http://h:1,", "key=value", id="trailing comma"),
         pytest.param("http://h:1,rolle=prefill", "did you mean 'role'?", id="near miss"),
         pytest.param("http://h:1,xyzzy=1", "keys are engine, role", id="far miss"),
+        pytest.param("http://h:1,uri=http://x", "'uri'; keys are engine, role", id="URL misspelt as a key"),
         pytest.param("http://h:1,url=http://x", "comes first", id="URL as a key"),
         pytest.param("http://h:1,role=prefill,role=decode", "twice", id="duplicate"),
         pytest.param("http://h:1,kv-events=off,kv_events=off", "twice", id="duplicate in two spellings"),
@@ -130,6 +131,12 @@ def test_a_mapping_takes_toml_types_and_dashes() -> None:
     ("values", "says"),
     [
         pytest.param({}, "url is missing", id="no URL"),
+        pytest.param({"uri": "http://h"}, "worker: unknown key 'uri', did you mean 'url'?", id="URL misspelt"),
+        pytest.param({"uri": "http://h"}, "keys are url, engine, role", id="all keys, URL misspelt"),
+        pytest.param({"address": "http://h"}, "'address'; keys are url, engine, role", id="URL by another name"),
+        pytest.param(
+            {"rolle": "x", "url": "http://h"}, "'rolle', did you mean 'role'? keys are engine", id="near miss"
+        ),
         pytest.param({"url": 1}, "url must be a string", id="URL of another type"),
         pytest.param({"url": "http://h", "bootstrap_port": True}, "1 to 65535", id="boolean port"),
         pytest.param({"url": "http://h", "role": 1}, "role is 1", id="role of another type"),
