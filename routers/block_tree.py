@@ -59,11 +59,13 @@ class BlockTree:
         after = self._roots
         while found < length and (following := after.get(hashes[found])) is not None:
             run, blocks = following, following.blocks
-            used = min(len(blocks), length - found)
+            whole = used = len(blocks)
+            if used > length - found:
+                used = length - found
             if blocks[used - 1] != hashes[found + used - 1]:
                 used = _common(blocks, hashes, found, used - 1)
             found += used
-            if used < len(blocks):
+            if used < whole:
                 break
             after = run.after
         return run, used, found

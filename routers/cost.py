@@ -132,6 +132,13 @@ def placement_cost(
     return total, raw_prefill, credit, prefill_term, decode_blocks, request_term
 
 
+def recompute_weight(parameters: CostParameters) -> float:
+    """What each block adds to a total that would be computed anew though another rank has it."""
+    if not parameters.track_prefill_tokens:
+        return 0.0
+    return parameters.prefill_load_scale * parameters.recompute_weight
+
+
 def with_recompute(
     parameters: CostParameters, cost: tuple[float, float, float, float, int, float], blocks: float
 ) -> tuple[float, float, float, float, int, float]:
@@ -145,5 +152,5 @@ def with_recompute(
         blocks: How many fewer the cache saves here than where it saves most.
     """
     total, raw_prefill, credit, prefill_term, decode_blocks, request_term = cost
-    term = parameters.prefill_load_scale * parameters.recompute_weight * blocks
+    term = recompute_weight(parameters) * blocks
     return total + term, raw_prefill, credit, prefill_term + term, decode_blocks, request_term

@@ -168,11 +168,13 @@ class Fleet:
     def _ranks_by_role(self, state: WorkerState) -> dict[str, Pools]:
         """The ranks of all workers that are in one state, by model."""
         found: dict[str, dict[Role, list[Candidate]]] = {}
+        groups: dict[BlockGroup, BlockGroup] = {}
         for member in self:
             facts = member.facts
             if facts is None or member.state is not state:
                 continue
             group = BlockGroup(facts.engine, facts.page_size)
+            group = groups.setdefault(group, group)  # one object for all, which is known at a glance
             ranks = [Candidate(RankKey(member.worker.id, r), member.load_of(r), group) for r in range(facts.dp_size)]
             for name in member.names:
                 found.setdefault(name, {}).setdefault(member.role, []).extend(ranks)

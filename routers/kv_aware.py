@@ -5,7 +5,7 @@ import random
 from collections.abc import Sequence
 from typing import Final, Literal
 
-from routers.cost import DEFAULT_COST, Cost, CostParameters, placement_cost, with_recompute
+from routers.cost import DEFAULT_COST, Cost, CostParameters, placement_cost, recompute_weight, with_recompute
 from routers.explain import Explained, explain_load
 from routers.least_loaded import LeastLoaded
 from routers.types import BlockGroup, Candidate, Placement, PromptBlocks, RouteRequest
@@ -77,8 +77,10 @@ class KvAware:
             return explain_load(request, candidates)
         explained = []
         smallest = _smallest_block(request)
-        for candidate, total, parts, is_crowded in zip(candidates, *self._weigh(request, candidates), strict=True):
-            prompt, load, cost = _prompt_for(request, candidate.group), candidate.load, Cost(*parts)
+        totals, costs, missing, crowded = self._weigh(request, candidates)
+        for index, candidate in enumerate(candidates):
+            prompt, load = _prompt_for(request, candidate.group), candidate.load
+            cost = Cost(*with_recompute(self._parameters, costs[index], missing[index]))
             explained.append(
                 Explained(
                     *candidate.key,
@@ -88,55 +90,54 @@ class KvAware:
                     active_prefill_tokens=load.prefill_tokens,
                     in_flight=load.in_flight,
                     cost=cost.total * prompt.block_size / smallest,
-                    excluded=CROWDED if total == math.inf else None,
+                    excluded=CROWDED if totals[index] == math.inf else None,
                     parts=cost,
-                    is_kept=is_crowded and total < math.inf,
+                    is_kept=index in crowded and totals[index] < math.inf,
                 )
             )
         return explained
 
     def _weigh(
         self, request: RouteRequest, candidates: Sequence[Candidate]
-    ) -> tuple[list[float], list[_Parts], list[bool]]:
-        """Compute what is compared, the costs behind it, and who is crowded, for each candidate.
+    ) -> tuple[list[float], list[_Parts], list[float], list[int]]:
+        """Compute what is compared, and what is behind it, by number of the candidate.
 
-        Compared are blocks of the smallest size among the prompts, since one of 64 tokens is not to be compared with
-        one of 16; where a candidate is passed over, infinity.
+        Returns:
+            Blocks of the smallest size among the prompts, since one of 64 tokens is not to be compared with one of 16,
+            and infinity where a candidate is passed over; costs; blocks that would be computed anew though another one
+            has them; numbers of those that are crowded.
         """
         parameters = self._parameters
         costs: list[_Parts] = []
         saved: list[float] = []
         sizes: list[int] = []
-        is_crowded: list[bool] = []
-        smallest = _smallest_block(request)
-        mean = sum([candidate.load.in_flight for candidate in candidates]) / len(candidates)
-        crowded = max(mean + CROWDED_ABOVE_MEAN, mean * CROWDED_TIMES_MEAN)
         least_prefill = 0
         if parameters.overlap_score_credit_decay:
             least_prefill = min([candidate.load.prefill_tokens for candidate in candidates])
         prompt, group = None, None
         for candidate in candidates:
-            if prompt is None or candidate.group != group:
+            # Workers that cut alike mostly have the same object for it.
+            if candidate.group is not group or prompt is None:
                 group = candidate.group
                 prompt = _prompt_for(request, group)
                 block_size, tokens, full = prompt.block_size, prompt.prompt_tokens, prompt.full_blocks
                 hashes, device = prompt.sequence_hashes, prompt.overlap.device
                 has_lower_tiers = prompt.overlap.host or prompt.overlap.disk
             load = candidate.load
-            shared = load.shared_blocks(hashes)
             on_device = device.get(candidate.key, 0)
             if not 0 <= on_device <= full:
                 on_device = _within(on_device, full)
             on_host = on_disk = 0
             if has_lower_tiers:
                 on_host, on_disk = _lower_tiers(prompt, candidate, on_device)
+            new = full - load.shared_blocks(hashes)
             cost = placement_cost(
                 parameters,
                 block_size,
                 tokens,
                 load.prefill_tokens,
                 least_prefill,
-                load.blocks + full - shared if full > shared else load.blocks,
+                load.blocks + new if new > 0 else load.blocks,
                 load.in_flight,
                 on_device,
                 on_host,
@@ -145,19 +146,18 @@ class KvAware:
             costs.append(cost)
             saved.append(cost[_CREDIT] * block_size)
             sizes.append(block_size)
-            is_crowded.append(load.in_flight >= crowded and on_device + on_host + on_disk > 0)
         most = max(saved)
-        if most and parameters.recompute_weight and parameters.track_prefill_tokens:
-            costs = [
-                with_recompute(parameters, cost, (most - tokens) / size) if tokens < most else cost
-                for cost, tokens, size in zip(costs, saved, sizes, strict=True)
-            ]
-        totals = [cost[0] * size / smallest for cost, size in zip(costs, sizes, strict=True)]
-        if True in is_crowded:
-            for index, is_full in enumerate(is_crowded):
-                if is_full and (self._guard == "all" or _is_shared(request, candidates, candidates[index])):
-                    totals[index] = math.inf
-        return totals, costs, is_crowded
+        missing = [(most - tokens) / size for tokens, size in zip(saved, sizes, strict=True)]
+        weight, smallest = recompute_weight(parameters), _smallest_block(request)
+        totals = [
+            (cost[0] + weight * blocks) * size / smallest
+            for cost, blocks, size in zip(costs, missing, sizes, strict=True)
+        ]
+        crowded = _crowded(request, candidates)
+        for index in crowded:
+            if self._guard == "all" or _is_shared(request, candidates, candidates[index]):
+                totals[index] = math.inf
+        return totals, costs, missing, crowded
 
     def _cheapest(self, totals: list[float], candidates: Sequence[Candidate]) -> int:
         least = min(totals)
@@ -189,6 +189,18 @@ def _prompt_for(request: RouteRequest, group: BlockGroup | None) -> PromptBlocks
 
 def _on_device(prompt: PromptBlocks, candidate: Candidate) -> int:
     return _within(prompt.overlap.device.get(candidate.key, 0), prompt.full_blocks)
+
+
+def _crowded(request: RouteRequest, candidates: Sequence[Candidate]) -> list[int]:
+    """Numbers of the candidates that have a part of the prompt, and more requests than is good for them."""
+    in_flight = [candidate.load.in_flight for candidate in candidates]
+    mean = sum(in_flight) / len(in_flight)
+    limit = max(mean + CROWDED_ABOVE_MEAN, mean * CROWDED_TIMES_MEAN)
+    if max(in_flight) < limit:
+        return []
+    return [
+        index for index, count in enumerate(in_flight) if count >= limit and _held_tokens(request, candidates[index])
+    ]
 
 
 def _is_shared(request: RouteRequest, candidates: Sequence[Candidate], one: Candidate) -> bool:
