@@ -290,9 +290,12 @@ class RelayProcess:
                 except GatewayUnavailable as exc:
                     added.discard(url)
                     if told.get(url) != str(exc):
-                        logger.warning("gateway %s does not take the worker: %s", url, exc)
+                        again_s = self._config.limits.retry_s
+                        logger.warning("gateway %s has not added the worker, next try in %g s: %s", url, again_s, exc)
                     told[url] = str(exc)
                 else:
+                    if url not in added:
+                        logger.info("gateway %s has added the worker %s", url, worker_url)
                     added.add(url)
                     told.pop(url, None)
             limits = self._config.limits

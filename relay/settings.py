@@ -152,7 +152,7 @@ def load_settings(argv: Sequence[str], environ: Mapping[str, str] | None = None)
     if log_format not in ("text", "json"):
         raise SettingsRefused(f"--log-format: {log_format!r} is none; write text or json")
     return RelaySettings(
-        engine_url="" if grpc else _url("--engine", engine),
+        engine_url="" if grpc else _url("--engine", engine, ", or grpc://HOST:PORT for a follower's gRPC"),
         engine_target=grpc[1] if grpc else "",
         engine_key=given.key("engine_api_key_file"),
         gateways=given.gateways(),
@@ -257,13 +257,12 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _url(flag: str, text: str) -> str:
+def _url(flag: str, text: str, or_else: str = "") -> str:
     try:
         return normalize_worker_url(text)
     except WorkerSpecError as exc:
-        # It takes the address for that of a worker.
-        why = str(exc).removeprefix(f"worker {text!r}: ")
-        raise SettingsRefused(f"{flag}: {text!r}: {why}") from exc
+        # It takes the address for that of a worker, and shows it without its password.
+        raise SettingsRefused(f"{flag}: {str(exc).removeprefix('worker ')}{or_else}") from exc
 
 
 def _nearest(name: str, spelling: Callable[[_Option], str]) -> str:

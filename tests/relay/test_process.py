@@ -1,6 +1,7 @@
 """A relay's process in front of a real engine, publishers and gateways' HTTP, with an event wire that is fake."""
 
 import gc
+import logging
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -148,6 +149,23 @@ async def test_a_leader_registers_its_worker_and_does_so_again(node: Node) -> No
     )
     assert node.gateway.headers["authorization"] == "Bearer admin"
     assert node.engine.headers["authorization"] == "Bearer secret"
+
+
+async def test_a_gateway_that_is_not_there_yet_is_told_of_once_and_so_is_its_coming(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "forebay.relay")
+    node.tell(node_rank=0)
+    node.gateway.pages["POST /workers"] = None
+    async with ready_relay(node, node.config(registers=True, worker_url="http://10.0.0.1:30000")):
+        await until(lambda: node.gateway.asked["POST /workers"] > 2, "it tries again and again")
+        node.gateway.pages["POST /workers"] = 202, b"{}"
+        await until(lambda: "has added the worker" in caplog.text, "it succeeds")
+    told = [(r.levelname, r.getMessage()) for r in caplog.records if "the worker" in r.getMessage()]
+    (missing_level, missing), (added_level, added) = told
+    assert (missing_level, added_level) == ("WARNING", "INFO")
+    assert missing.startswith(f"gateway {node.gateway.url} has not added the worker, next try in 0.05 s: /workers")
+    assert added == f"gateway {node.gateway.url} has added the worker http://10.0.0.1:30000"
 
 
 async def test_a_loopback_address_is_no_workers_for_other_machines(node: Node) -> None:

@@ -77,8 +77,12 @@ def test_a1_8_help_tells_of_every_option_and_the_exit_codes(capsys: pytest.Captu
     [
         pytest.param([], "--engine: missing", id="nothing"),
         pytest.param(LEAST[:2], "--gateway: missing", id="no gateway"),
-        pytest.param([*LEAST[:1], "127.0.0.1:30000", *LEAST[2:]], "--engine", id="engine without a scheme"),
-        pytest.param([*LEAST[:1], "grpc://h", *LEAST[2:]], "--engine", id="gRPC without a port"),
+        pytest.param([*LEAST[:1], "127.0.0.1:30000", *LEAST[2:]], "--engine: '127.0.0.1:30000': url", id="no scheme"),
+        pytest.param([*LEAST[:1], "tcp://h:1", *LEAST[2:]], "or grpc://HOST:PORT for a follower", id="engine's scheme"),
+        pytest.param(
+            [*LEAST[:1], "grpc://h", *LEAST[2:]], "or grpc://HOST:PORT for a follower", id="gRPC without a port"
+        ),
+        pytest.param([*LEAST[:1], "http://u:pw@h:1", *LEAST[2:]], "'http://***@h:1': url holds", id="password"),
         pytest.param([*LEAST, "--gateway", "ftp://x:1"], "--gateway: 'ftp://x:1': url", id="gateway's scheme"),
         pytest.param(
             [*LEAST, "--gateway", "http://10.0.0.1:8000/"], "--gateway: http://10.0.0.1:8000 is given", id="twice"
