@@ -12,7 +12,7 @@ import orjson
 
 from backends.json_body import JsonBody, JsonBodyError
 from backends.vllm.native_fields import SAMPLING_FIELDS, TOP_FIELDS, Fate, NativeField, NativeRefused
-from backends.vllm.native_values import as_ids, as_int, as_items, as_switch, as_text, pick, render
+from backends.vllm.native_values import as_ids, as_int, as_items, as_switch, as_text, as_texts, pick, render
 from backends.vllm.native_wanted import Wanted, read_wanted
 
 PATH = "/inference/v1/generate"
@@ -103,6 +103,7 @@ def _prompts(body: JsonBody, prompt_ids: Sequence[bytes]) -> tuple[list[tuple[by
         if not text:
             raise NativeRefused("one of 'input_ids' and 'text' is needed", "input_ids")
         if not prompt_ids:
+            as_texts(text, "text")  # of anything else no tokenizer would help
             raise NativeRefused(
                 "a vLLM worker takes token ids: send 'input_ids', or give the gateway the model's tokenizer", "text"
             )

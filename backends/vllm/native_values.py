@@ -12,6 +12,7 @@ _int = msgspec.json.Decoder(int)
 _ids = msgspec.json.Decoder(list[int])
 _items = msgspec.json.Decoder(list[msgspec.Raw])
 _string = msgspec.json.Decoder(str)
+_strings = msgspec.json.Decoder(str | list[str])
 _SWITCHES = {b"": False, b"false": False, b"true": True}
 
 
@@ -69,6 +70,14 @@ def as_text(text: bytes, param: str) -> str:
         return _string.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise NativeRefused(f"{param!r} is not a string", param) from exc
+
+
+def as_texts(text: bytes, param: str) -> str | list[str]:
+    """A string or a list of them; see ``as_int``."""
+    try:
+        return _strings.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise NativeRefused(f"{param!r} must be a string, or a list of them for a batch", param) from exc
 
 
 def pick(body: JsonBody, name: str, index: int) -> bytes:

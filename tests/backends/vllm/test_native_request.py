@@ -245,6 +245,14 @@ def test_refusals_name_the_field(body: dict[str, Any], param: str) -> None:
     assert refused.value.args[0]
 
 
+@pytest.mark.parametrize("text", [7, True, {"a": 1}, [7], ["a", 7], [["a"]]], ids=str)
+def test_what_is_no_text_is_not_told_of_a_tokenizer(text: Any) -> None:
+    with pytest.raises(NativeRefused, match="'text' must be a string, or a list of them for a batch"):
+        plan_of({"text": text})
+    with pytest.raises(NativeRefused, match="takes token ids"):
+        plan_of({"text": ["a", "7"]})
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
