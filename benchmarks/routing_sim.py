@@ -8,7 +8,7 @@ What is left out: sockets, HTTP, and all time that the gateway itself takes.
 import math
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, cast
 
@@ -25,7 +25,7 @@ from kv_events.codec import decode_batch
 from kv_events.hashing import pack_tokens
 from kv_events.index import PrefixIndex
 from kv_events.index_intake import RankIntake
-from kv_events.index_types import ApplyReport, Overlap
+from kv_events.index_types import ApplyReport, Overlap, RankId
 from kv_events.types import BASE, Namespace
 from routers.base import Router
 from routers.fleet import Fleet, Member
@@ -120,6 +120,11 @@ class Caches:
         return True
 
     is_whole = is_trusted
+
+    def trusts_all(self, keys: Iterable[RankId]) -> bool:
+        """The same."""
+        del keys
+        return True
 
 
 class SeenCaches(PrefixIndex):

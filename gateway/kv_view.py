@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -112,6 +112,7 @@ class KvView:
         self.sweeper = IndexSweeper(self.index)
         self.clears: Counter[str] = Counter()
         self._followed: dict[str, _Followed] = {}
+        self._trusted: set[RankId] = set()
         self.follows_any = False
 
     # Workers.
@@ -143,6 +144,7 @@ class KvView:
         if followed is None:
             return
         del self.clears[worker_id]
+        self._trusted.difference_update([(worker_id, dp_rank) for dp_rank in followed.states])
         for subscriber in followed.subscribers.values():
             subscriber.close()
         self._count_sources()
@@ -184,6 +186,7 @@ class KvView:
                 subscriber.close()
             followed.direct.clear()
             followed.subscribers.clear()
+            self._trusted.difference_update([(worker_id, dp_rank) for dp_rank in followed.states])
             followed.states.clear()
             logger.error("worker %s: its KV events cannot be followed: %s", worker_id, exc)
             return
@@ -208,7 +211,7 @@ class KvView:
             KeyError: The worker's facts are not known.
         """
         followed = self._followed[worker_id]
-        self._end(followed, dp_rank)
+        self._end(worker_id, followed, dp_rank)
         source = followed.subscribers[dp_rank] = make()
         if followed.facts.boot_id:
             source.on_boot(followed.facts.boot_id)
@@ -220,16 +223,17 @@ class KvView:
         if followed is None or followed.subscribers.get(dp_rank) is not source:
             source.close()
             return
-        self._end(followed, dp_rank)
+        self._end(worker_id, followed, dp_rank)
         if dp_rank in followed.direct:
             self._subscribe_to(followed, dp_rank)
         else:
             self._counters.kv_forget_rank(worker_id, dp_rank)
         self._count_sources()
 
-    def _end(self, followed: _Followed, dp_rank: int) -> None:
+    def _end(self, worker_id: str, followed: _Followed, dp_rank: int) -> None:
         known = followed.subscribers.pop(dp_rank, None)
         followed.states.pop(dp_rank, None)
+        self._trusted.discard((worker_id, dp_rank))
         if known is not None:
             known.close()
 
@@ -277,20 +281,16 @@ class KvView:
 
     def is_trusted(self, key: RankId) -> bool:
         """Whether what the index has of a rank is right."""
-        worker_id, dp_rank = key
-        followed = self._followed.get(worker_id)
-        return followed is not None and followed.states.get(dp_rank) in TRUSTED
+        return key in self._trusted
+
+    def trusts_all(self, keys: Iterable[RankId]) -> bool:
+        """The same for several ranks at once, in a fraction of the time."""
+        return self._trusted.issuperset(keys)
 
     def is_whole(self, key: RankKey) -> bool:
         """Whether the index has all that a rank holds, so that nothing needs to be guessed of it."""
         followed = self._followed.get(key.worker_id)
         return followed is not None and followed.states.get(key.dp_rank) is SourceState.LIVE
-
-    @property
-    def is_trusted_everywhere(self) -> bool:
-        """What the index has is right for every source."""
-        states = [state for followed in self._followed.values() for state in followed.states.values()]
-        return all(state in TRUSTED for state in states)
 
     def blocks(self, worker_id: str, dp_rank: int) -> int:
         """Blocks that the index has of a rank's device."""
@@ -335,6 +335,7 @@ class KvView:
         followed = self._followed.get(worker)
         if followed is not None:
             followed.states[dp_rank] = state
+            (self._trusted.add if state in TRUSTED else self._trusted.discard)((worker, dp_rank))
             level = logging.WARNING if state in _BAD else logging.INFO
             logger.log(level, "worker %s: KV events of rank %d are %s", worker, dp_rank, state)
         self._counters.kv_state(worker, dp_rank, state)

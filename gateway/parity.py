@@ -39,6 +39,15 @@ class Parity:
         self._in_a_row: dict[str, int] = {}
         self._timers: dict[str, set[asyncio.TimerHandle]] = {}
 
+    @property
+    def has_doubts(self) -> bool:
+        """Some worker's last prompts were not announced, be it for good reasons."""
+        return bool(self._in_a_row)
+
+    def has_agreed(self, worker_id: str) -> bool:
+        """Nothing more is to be found out about this worker."""
+        return worker_id in self._agreed
+
     def is_mismatched(self, worker_id: str) -> bool:
         """What this worker announces is not what is hashed here: overlaps say nothing of it."""
         return self._in_a_row.get(worker_id, 0) >= MISMATCHES_IN_A_ROW
@@ -46,7 +55,7 @@ class Parity:
     def finished(self, key: RankKey, hashes: Sequence[int], namespace: Namespace) -> None:
         """A request with a prompt of these blocks has been answered by that rank."""
         worker_id = key.worker_id
-        if worker_id in self._agreed or len(hashes) < MIN_BLOCKS or not self._kv.is_trusted(key):
+        if self.has_agreed(worker_id) or len(hashes) < MIN_BLOCKS or not self._kv.is_trusted(key):
             return
         timers = self._timers.setdefault(worker_id, set())
         if len(timers) >= MAX_PENDING_PER_WORKER or self.is_mismatched(worker_id):

@@ -182,19 +182,22 @@ class Prefixes:
     def _prompts(self, prompt: Prompt, candidates: Iterable[Candidate]) -> dict[BlockGroup, PromptBlocks]:
         prompts: dict[BlockGroup, PromptBlocks] = {}
         now = self._clock()
+        done = None
         for candidate in candidates:
             group = candidate.group
-            if group is None or group in prompts:
+            if group is done or group is None or group in prompts:
                 continue
             namespace = self._namespace(prompt, candidate.key.worker_id)
             if namespace is None:
                 continue
             hashes = prompt.hashes(group, namespace)
             is_text = group.engine not in prompt.ids
-            overlap = self._by_events(prompt, group, namespace) if self._uses_events and not is_text else Overlap()
+            has_events = self._uses_events and not is_text
+            overlap = self._by_events(prompt, group, namespace, hashes) if has_events else Overlap()
             self._add_assumed(overlap, hashes, now, is_text=is_text)
             block_size = CHUNK_BYTES // BYTES_PER_TOKEN if is_text else group.block_size
             prompts[group] = PromptBlocks(block_size, prompt.tokens, hashes, overlap)
+            done = group
         return prompts
 
     def _namespace(self, prompt: Prompt, worker_id: str) -> Namespace | None:
@@ -204,18 +207,19 @@ class Prefixes:
             return None
         return namespace_of(prompt.body, prompt.model, facts, is_native=prompt.is_native)
 
-    def _by_events(self, prompt: Prompt, group: BlockGroup, namespace: Namespace) -> Overlap:
+    def _by_events(self, prompt: Prompt, group: BlockGroup, namespace: Namespace, hashes: Sequence[int]) -> Overlap:
         """Overlaps of the ranks whose events can be gone by, each by blocks cut as it cuts them."""
         index = self._kv.index
-        overlap = index.overlap(prompt.hashes(group, namespace), namespace)
+        overlap = index.overlap(hashes, namespace)
         tiers = (overlap.device, overlap.host, overlap.disk)
         if index.eagle_ranks:
             pairs = index.overlap(prompt.hashes(group._replace(is_eagle=True), namespace), namespace)
             for tier, more in zip(tiers, (pairs.device, pairs.host, pairs.disk), strict=True):
                 tier.update(more)
         for tier in tiers:
-            for rank in [rank for rank in tier if not self._follows(rank)] if tier else ():
-                del tier[rank]
+            if self.parity.has_doubts or not self._kv.trusts_all(tier):
+                for rank in [rank for rank in tier if not self._follows(rank)]:
+                    del tier[rank]
         return overlap
 
     def _add_assumed(self, overlap: Overlap, hashes: Sequence[int], now: float, *, is_text: bool) -> None:
@@ -257,7 +261,7 @@ class Prefixes:
             return
         if self._uses_events and len(blocks.sequence_hashes) > (placement.overlap_blocks or 0):
             self._listen(key)
-        if group.engine not in prompt.ids:
+        if group.engine not in prompt.ids or self.parity.has_agreed(key.worker_id):
             return
         namespace = self._namespace(prompt, key.worker_id)
         if namespace is not None:

@@ -16,7 +16,7 @@ logger = logging.getLogger("forebay.kv_events")
 
 
 class KvSubscriber(PublisherFollower):
-    """Keeps the index in step with one publisher, from ``start`` to ``aclose``.
+    """Keeps the index in step with one publisher, from ``start`` to ``close``.
 
     Attributes:
         spec: The publisher.
@@ -68,12 +68,8 @@ class KvSubscriber(PublisherFollower):
         super().start()
         self._report()
 
-    async def aclose(self) -> None:
-        """Close the sockets and forget the ranks. May be called again."""
-        self.close()
-
     def close(self) -> None:
-        """Close the sockets and forget the ranks, here and now. May be called again."""
+        """Close the sockets and forget the ranks. May be called again."""
         if self._reader is not None:
             for rank in self.spec.ranks():
                 self._index.remove_rank(rank)

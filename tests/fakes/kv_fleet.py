@@ -49,7 +49,7 @@ class Fleet:
             )
 
         await until(is_up_to_date, "all events applied")
-        await until(lambda: kv.is_trusted_everywhere, "all sources trusted")
+        await until(lambda: kv.trusts_all(kv.index.ranks()), "all sources trusted")
 
 
 @asynccontextmanager

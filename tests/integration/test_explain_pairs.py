@@ -83,10 +83,11 @@ async def test_prefill_goes_where_the_prompt_is_cached_though_decode_cuts_other_
         roles = ("prefill", "prefill", "decode", "decode")
         async with roles_fleet(*roles, publisher=publisher) as (engines, gateway):
             await until(lambda: publisher.subscriptions >= 1, "subscribed")
-            await until(lambda: gateway.gateway.kv.is_trusted_everywhere, "trusted")
+            kv = gateway.gateway.kv
+            await until(lambda: kv.trusts_all(kv.index.ranks()), "trusted")
             publisher.publish(BlockStored(tuple(range(1, BLOCKS + 1)), None, pack_tokens(list(PROMPT)), BLOCK))
             cached = name_of(engines[0])
-            await until(lambda: gateway.gateway.kv.blocks(cached, 0) == BLOCKS, "the blocks")
+            await until(lambda: kv.blocks(cached, 0) == BLOCKS, "the blocks")
             decode = gateway.gateway.services.fleet.get(name_of(engines[2]))
             assert decode is not None
             booking = decode.load_of(0).book(requests=1, blocks=9, prefill_tokens=0)

@@ -98,7 +98,7 @@ async def followed(
             await until(lambda: made.subscriber.machine.last_seq is not None, "the first replay")
         yield made
     finally:
-        await made.subscriber.aclose()
+        made.subscriber.close()
         made.sweeper.close()
 
 
@@ -406,7 +406,7 @@ async def test_many_messages_leave_the_loop_to_others(context: zmq.Context[zmq.S
             async with asyncio.timeout(10 * TIME_SCALE):
                 await asyncio.sleep(0)
         assert turns > 400
-        await made.subscriber.aclose()
+        made.subscriber.close()
         made.sweeper.close()
 
 
@@ -423,7 +423,7 @@ async def test_closing_leaves_nothing(context: zmq.Context[zmq.Socket[bytes]]) -
                 publisher.publish(stored("cd"))
                 await until(lambda: made.subscriber.machine.state == "gap", "a replay that is not answered")
                 publisher.is_deaf = False
-            await made.subscriber.aclose()
+            made.subscriber.close()
             assert made.index.ranks() == ()
         await until(lambda: len(os.listdir("/proc/self/fd")) <= before[0] + 2, "descriptors closed")
         assert (threading.active_count(), len(asyncio.all_tasks())) == before[1:]
@@ -451,7 +451,7 @@ async def test_a_new_gateway_goes_on_from_a_dump(context: zmq.Context[zmq.Socket
         await second.state("live")
         assert (second.matched("abcd"), second.matched("xy")) == ((0, 2) if is_restarted else (4, 0))
         assert publisher.asked[1:] == ([0, 0] if is_restarted else [0])
-        await second.subscriber.aclose()
+        second.subscriber.close()
         second.sweeper.close()
 
 
@@ -482,7 +482,7 @@ async def test_an_address_that_is_none_is_refused(context: zmq.Context[zmq.Socke
     made = Followed(context, PublisherSpec("w", Source(0, "nonsense://x")), LIMITS)
     with pytest.raises(SourceMisconfigured, match="nonsense"):
         made.subscriber.start()
-    await made.subscriber.aclose()
+    made.subscriber.close()
 
 
 async def test_a_replay_address_that_is_none_counts_as_one_that_fails(context: zmq.Context[zmq.Socket[bytes]]) -> None:
@@ -495,5 +495,5 @@ async def test_a_replay_address_that_is_none_counts_as_one_that_fails(context: z
         publisher.publish(stored("bc"))
         await made.match("bc", 2)
         await made.state("cold")
-        await made.subscriber.aclose()
+        made.subscriber.close()
         made.sweeper.close()
