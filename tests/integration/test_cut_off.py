@@ -52,3 +52,30 @@ async def test_an_answer_that_was_cut_off_is_not_called_complete(monkeypatch: py
         assert live.abort(None)
         record = await f.gateway.record()
         assert (record.status, record.outcome) == (200, "aborted")
+
+
+async def test_a_connection_that_was_cut_is_not_reset_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client of HTTP/1.0, whose answer ends with a reset, does not read: the end of the exchange finds it cut."""
+
+    async def unending(request: SeenRequest, reply: Reply) -> None:
+        await reply.start_chunked(content_type="application/json")
+        await reply.chunk(b"a" * (3 << 20))  # more than is read before an answer begins
+        await reply.gone()
+
+    async def write(self: AsgiDownstream, data: bytes) -> None:
+        await until(lambda: self.is_gone, "the end of the connection")
+
+    monkeypatch.setattr(AsgiDownstream, "write", write)
+    monkeypatch.setattr(AsgiDownstream, "write_now", lambda self, data: False)
+    raw = request_bytes("/generate", {"text": "a"}, headers={"X-Request-Id": ID}).replace(b"HTTP/1.1", b"HTTP/1.0")
+    async with (
+        script_engine(unending) as engine,
+        running_gateway(engine.url) as gateway,
+        wire(gateway.address) as client,
+    ):
+        await client.send(raw)
+        assert (await client.head())[0] == 200
+        ((live, _),) = gateway.gateway.services.live.find(ID)
+        live.stop(Cause.CLIENT_ABORT)
+        record = await gateway.record()
+        assert (record.status, record.outcome) == (200, "aborted")
