@@ -101,7 +101,8 @@ class DeliveryQueue:
         except BatchUndecodable as exc:
             self._observer.kv_dropped(str(exc.args[0]), 1)
             raise DeliverySuspect("undecodable") from exc
-        number = self._spec.source.dp_rank if batch.dp_rank is None else batch.dp_rank
+        source = self._spec.source
+        number = source.dp_rank if batch.dp_rank is None else batch.dp_rank - source.first_rank
         intake = self._intakes.get(number)
         if intake is None:
             is_rank = 0 <= number < self._spec.dp_size

@@ -25,11 +25,13 @@ class Source:
     """The publisher of one rank.
 
     Attributes:
-        dp_rank: Global rank.
+        dp_rank: Rank as requests name it.
         endpoint: ZMQ address to subscribe to.
         replay_endpoint: ZMQ address that sends earlier batches again; ``None`` if there is none.
         topic: Prefix to subscribe to; empty for all.
         block_size: Tokens in a block; ``None`` where the announcement does not tell.
+        first_rank: What the engine's events and ports call the worker's rank 0. vLLM with a server for each node, or
+            each rank, counts ranks over all of them there, and its own only in requests.
     """
 
     dp_rank: int
@@ -37,6 +39,7 @@ class Source:
     replay_endpoint: str | None = None
     topic: str = ""
     block_size: int | None = None
+    first_rank: int = 0
 
 
 class _Announced(msgspec.Struct):
@@ -144,6 +147,7 @@ def announced_by_vllm(body: bytes, worker_host: str, block_size: int | None = No
         return None
     items = by_rank.items() if isinstance(by_rank, dict) else [(item.data_parallel_rank or 0, item) for item in by_rank]
     found: dict[int, Source] = {}
+    first = _rank(min(rank for rank, _ in items))
     for rank, item in items:
         if not item.enable_kv_cache_events or item.publisher in (None, "null"):
             continue
@@ -151,7 +155,7 @@ def announced_by_vllm(body: bytes, worker_host: str, block_size: int | None = No
             raise SourceMisconfigured(f"rank {rank} publishes events at no address")
         replay = _seen_from_here(item.replay_endpoint, worker_host) if item.replay_endpoint else None
         endpoint = _seen_from_here(item.endpoint, worker_host)
-        _add(found, [Source(_rank(rank), endpoint, replay, item.topic or "", _size(block_size))])
+        _add(found, [Source(_rank(rank) - first, endpoint, replay, item.topic or "", _size(block_size), first)])
     return _in_order(found) or None
 
 

@@ -262,6 +262,19 @@ def test_secrets_stay_out_of_errors() -> None:
             [(2, f"tcp://{HOST}:3", None)],
             id="some ranks publish nothing",
         ),
+        pytest.param(
+            {"4": {"endpoint": "tcp://*:5561"}, "5": {"endpoint": "tcp://*:5562"}},
+            [(0, f"tcp://{HOST}:5561", None), (1, f"tcp://{HOST}:5562", None)],
+            id="the second node of hybrid load balancing",
+        ),
+        pytest.param(
+            {"3": {"endpoint": "tcp://*:5560"}}, [(0, f"tcp://{HOST}:5560", None)], id="a server for each rank"
+        ),
+        pytest.param(
+            {"2": {"publisher": "null"}, "3": {"endpoint": "tcp://*:5560"}},
+            [(1, f"tcp://{HOST}:5560", None)],
+            id="the first one of a node publishes nothing",
+        ),
     ],
 )
 def test_ranks_of_vllm(answer: Any, expected: list[tuple[int, str, str | None]]) -> None:

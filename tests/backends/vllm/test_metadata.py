@@ -94,6 +94,7 @@ def facts(models: list[dict[str, Any]], metrics: str = "", version: str = '{"ver
         pytest.param(config(engine=0, block_size=0), "page_size", 16, id="blocks of nothing"),
         pytest.param(config(block_size=64), "dp_size", 1, id="a release without the label"),
         pytest.param(config(engine=0) + config(engine=1) + config(engine=2), "dp_size", 3, id="ranks"),
+        pytest.param(config(engine=4) + config(engine=5), "dp_size", 2, id="ranks of the second node"),
         pytest.param(config(engine=0) + config(engine=0, x=1), "dp_size", 1, id="one rank, two samples"),
         pytest.param(config(x='a}\\"b', engine=0, block_size=8), "page_size", 8, id="a label with a brace and a quote"),
         pytest.param("# HELP vllm:cache_config_info x\n" + config(engine=0, block_size=8), "page_size", 8, id="help"),
