@@ -2,7 +2,8 @@
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from backends.json_body import JsonBody
 from backends.tokenize import engine_token_ids, tokenize_body
@@ -39,8 +40,7 @@ _NATIVE = ROUTES["/generate"]
 _TOKENIZED = frozenset({Dialect.NATIVE, Dialect.CHAT, Dialect.COMPLETIONS})
 
 
-@dataclass(slots=True)
-class Sent:
+class Sent(msgspec.Struct, frozen=True):
     """What is assumed since a request was sent; for ``Prefixes.failed``."""
 
     assumed: AssumedBlocks
@@ -172,12 +172,12 @@ class Prefixes:
 
     def request(self, prompt: Prompt, stickiness_key: str | None, candidates: Iterable[Candidate]) -> RouteRequest:
         """What the policy is told, for the candidates that there are now; what fails here costs the overlaps alone."""
-        request = RouteRequest(prompt.tokens, stickiness_key)
+        prompts: dict[BlockGroup, PromptBlocks] = {}
         try:
-            request.prompts = self._prompts(prompt, candidates)
+            prompts = self._prompts(prompt, candidates)
         except Exception:
             logger.exception("prefixes could not be looked up; the request is routed by load")
-        return request
+        return RouteRequest(prompt.tokens, stickiness_key, prompts)
 
     def _prompts(self, prompt: Prompt, candidates: Iterable[Candidate]) -> dict[BlockGroup, PromptBlocks]:
         prompts: dict[BlockGroup, PromptBlocks] = {}

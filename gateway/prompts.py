@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -35,8 +34,7 @@ _TEXT_FIELDS = {
 _LIST_OF_LISTS = re.compile(rb"\[\s*\[")
 
 
-@dataclass(slots=True)
-class Prompt:
+class Prompt(msgspec.Struct):
     """One request's prompt; of a batch, its longest.
 
     Attributes:
@@ -53,7 +51,7 @@ class Prompt:
     model: str
     text: bytes = b""
     is_native: bool = False
-    _hashes: dict[tuple[BlockGroup, Namespace], list[int]] = field(default_factory=dict)
+    _hashes: dict[tuple[BlockGroup, Namespace], list[int]] = msgspec.field(default_factory=dict)
 
     def hashes(self, group: BlockGroup, namespace: Namespace) -> list[int]:
         """Sequence hashes of its full blocks as the workers of a group see them; empty if they are not known."""

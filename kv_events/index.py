@@ -331,11 +331,9 @@ class PrefixIndex:
         return result
 
     def _note(self, by_tier: dict[Tier, dict[RankId, int]], mask: int, depth: int) -> None:
-        holders = self._holders
         while mask:
             number = mask.bit_length() - 1
-            holder = holders[number]
-            if holder is not None:
+            if (holder := self._holders[number]) is not None:
                 by_tier[holder.tier][holder.rank] = depth
             mask ^= 1 << number
 

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from kv_events.hashing import chained_hashes, namespace_seed
 from kv_events.types import BlockStored, Namespace
 
@@ -43,8 +45,7 @@ class ApplyReport:
         self.dropped[reason] = self.dropped.get(reason, 0) + count
 
 
-@dataclass(slots=True)
-class Overlap:
+class Overlap(msgspec.Struct):
     """Leading blocks of a prompt that ranks hold; ranks that hold none are left out.
 
     Attributes:
@@ -53,6 +54,6 @@ class Overlap:
         disk: The same for disk and remote storage.
     """
 
-    device: dict[RankId, int] = field(default_factory=dict)
-    host: dict[RankId, int] = field(default_factory=dict)
-    disk: dict[RankId, int] = field(default_factory=dict)
+    device: dict[RankId, int] = msgspec.field(default_factory=dict)
+    host: dict[RankId, int] = msgspec.field(default_factory=dict)
+    disk: dict[RankId, int] = msgspec.field(default_factory=dict)

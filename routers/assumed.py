@@ -6,8 +6,9 @@ cache usually keeps things, for ranks that tell nothing (the approximate index).
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Final
+
+import msgspec
 
 from kv_events.index_types import Overlap, RankId
 from routers.block_tree import BlockTree, Run
@@ -23,8 +24,7 @@ PRUNE_TO: Final = 0.8
 PRUNE_STEP_BLOCKS: Final = 1024
 
 
-@dataclass(slots=True, eq=False)
-class Assumption:
+class Assumption(msgspec.Struct, eq=False):
     """One request's share of what its rank is assumed to hold; made and ended by ``AssumedBlocks`` alone.
 
     Attributes:
@@ -38,10 +38,9 @@ class Assumption:
     chain: Run | None
 
 
-@dataclass(slots=True)
-class _Rank:
-    tree: BlockTree = field(default_factory=BlockTree)
-    by_end: dict[int, list[Assumption]] = field(default_factory=dict)
+class _Rank(msgspec.Struct):
+    tree: BlockTree = msgspec.field(default_factory=BlockTree)
+    by_end: dict[int, list[Assumption]] = msgspec.field(default_factory=dict)
 
 
 class AssumedBlocks:

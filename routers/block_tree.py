@@ -6,11 +6,11 @@ one run, which is found, taken and given up as a whole, however long it is.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 
-@dataclass(slots=True, eq=False)
-class Run:
+class Run(msgspec.Struct, eq=False):
     """Blocks in a row, behind each of which but the last all chains go on in the same way; for ``BlockTree`` alone.
 
     Attributes:
@@ -23,7 +23,7 @@ class Run:
     blocks: Sequence[int]
     before: "Run | None"
     holds: int = 1
-    after: "dict[int, Run]" = field(default_factory=dict)
+    after: "dict[int, Run]" = msgspec.field(default_factory=dict)
 
 
 class BlockTree:

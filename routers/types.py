@@ -1,8 +1,10 @@
 """What a policy sees and what it answers. Pure."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
+
+import msgspec
 
 from backends.types import EngineKind
 from kv_events.index_types import Overlap
@@ -45,11 +47,8 @@ class Candidate:
     group: BlockGroup | None = None
 
 
-@dataclass(slots=True)
-class PromptBlocks:
+class PromptBlocks(msgspec.Struct, frozen=True):
     """A prompt as the workers of one group see it.
-
-    Not changed after it is made; not frozen, since making a frozen one takes several times as long.
 
     Attributes:
         block_size: Tokens per block, ``>= 1``.
@@ -64,7 +63,7 @@ class PromptBlocks:
     block_size: int
     prompt_tokens: int
     sequence_hashes: Sequence[int] = ()
-    overlap: Overlap = field(default_factory=Overlap)
+    overlap: Overlap = msgspec.field(default_factory=Overlap)
 
     def __post_init__(self) -> None:
         """Refuse what cannot be computed with."""
@@ -86,11 +85,8 @@ class PromptBlocks:
         return max(0, self.prompt_tokens - overlap_blocks * self.block_size)
 
 
-@dataclass(slots=True)
-class RouteRequest:
+class RouteRequest(msgspec.Struct, frozen=True):
     """What a policy knows of a request.
-
-    Not changed after it is made; not frozen, since making a frozen one takes several times as long.
 
     Attributes:
         prompt_tokens: Length of the prompt, 0 if it is not known without tokenizing.
@@ -100,14 +96,11 @@ class RouteRequest:
 
     prompt_tokens: int = 0
     stickiness_key: str | None = None
-    prompts: Mapping[BlockGroup, PromptBlocks] = field(default_factory=dict)
+    prompts: Mapping[BlockGroup, PromptBlocks] = msgspec.field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class Placement:
+class Placement(msgspec.Struct, frozen=True):
     """A policy's choice.
-
-    Not changed after it is made; not frozen, since making a frozen one takes several times as long.
 
     Attributes:
         candidate: The rank chosen.
