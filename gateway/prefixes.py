@@ -216,7 +216,7 @@ class Prefixes:
             pairs = index.overlap(prompt.hashes(group._replace(is_eagle=True), namespace), namespace)
             for tier, more in zip(tiers, (pairs.device, pairs.host, pairs.disk), strict=True):
                 tier.update(more)
-        for tier in tiers:
+        for tier in filter(None, tiers):
             if self.parity.has_doubts or not self._kv.trusts_all(tier):
                 for rank in [rank for rank in tier if not self._follows(rank)]:
                     del tier[rank]
@@ -224,9 +224,10 @@ class Prefixes:
 
     def _add_assumed(self, overlap: Overlap, hashes: Sequence[int], now: float, *, is_text: bool) -> None:
         """Add what is assumed; guesses count only where events do not tell everything."""
-        for rank, blocks in self._approximate.overlap(hashes, now).items():
-            if is_text or not self._knows_all(RankKey(*rank)):
-                overlap.device[rank] = max(blocks, overlap.device.get(rank, 0))
+        if self._approximate.blocks:  # of engines that all tell of their caches there are none
+            for rank, blocks in self._approximate.overlap(hashes, now).items():
+                if is_text or not self._knows_all(RankKey(*rank)):
+                    overlap.device[rank] = max(blocks, overlap.device.get(rank, 0))
         if self._predicts:
             self._predicted.merge_into(overlap, hashes, now)
 

@@ -51,19 +51,19 @@ class Prompt(msgspec.Struct):
     model: str
     text: bytes = b""
     is_native: bool = False
-    _hashes: dict[tuple[BlockGroup, Namespace], list[int]] = msgspec.field(default_factory=dict)
+    _hashes: dict[Namespace, dict[BlockGroup, list[int]]] = msgspec.field(default_factory=dict)
 
     def hashes(self, group: BlockGroup, namespace: Namespace) -> list[int]:
         """Sequence hashes of its full blocks as the workers of a group see them; empty if they are not known."""
-        key = (group, namespace)
-        found = self._hashes.get(key)
+        known = self._hashes.setdefault(namespace, {})
+        found = known.get(group)
         if found is None:
             ids = self.ids.get(group.engine)
             if ids is not None:
                 found = block_hashes(ids, group.block_size, namespace, is_eagle=group.is_eagle)
             else:
                 found = list(text_blocks(_mark(namespace) + self.text).sequence_hashes) if self.text else []
-            self._hashes[key] = found
+            known[group] = found
         return found
 
 

@@ -86,10 +86,10 @@ class AssumedBlocks:
         state = self._ranks.get(rank)
         if state is None:
             state = self._ranks[rank] = _Rank()
-        before = len(state.tree)
+        before = state.tree.blocks
         chain = assumption.chain = state.tree.hold(sequence_hashes)
         assert chain is not None  # there are hashes
-        added = len(state.tree) - before
+        added = state.tree.blocks - before
         self.blocks += added
         state.by_end.setdefault(chain.blocks[-1], []).append(assumption)
         self._oldest_first.append(assumption)
@@ -131,7 +131,7 @@ class AssumedBlocks:
         """The rank's cache was emptied, or the rank is gone."""
         state = self._ranks.pop(rank, None)
         if state is not None:
-            self.blocks -= len(state.tree)
+            self.blocks -= state.tree.blocks
             for assumptions in state.by_end.values():
                 for assumption in assumptions:
                     assumption.chain = None
@@ -165,8 +165,8 @@ class AssumedBlocks:
         same_end.remove(assumption)
         if not same_end:
             del state.by_end[end]
-        before = len(state.tree)
+        before = state.tree.blocks
         state.tree.release(chain)
-        self.blocks -= before - len(state.tree)
+        self.blocks -= before - state.tree.blocks
         if not state.by_end:
             del self._ranks[assumption.rank]

@@ -30,18 +30,17 @@ class BlockTree:
     """Blocks by sequence hash, each there for as long as some chain that contains it is held.
 
     Exact even where hashes collide: every block is given up by the way on which it came.
+
+    Attributes:
+        blocks: Number of distinct blocks; not to be changed by others.
     """
 
-    __slots__ = ("_blocks", "_roots")
+    __slots__ = ("_roots", "blocks")
 
     def __init__(self) -> None:
         """Hold nothing."""
         self._roots: dict[int, Run] = {}
-        self._blocks = 0
-
-    def __len__(self) -> int:
-        """Number of distinct blocks."""
-        return self._blocks
+        self.blocks = 0
 
     def leading(self, hashes: Sequence[int]) -> int:
         """Count the leading blocks of a chain that are held.
@@ -88,7 +87,7 @@ class BlockTree:
             return run
         new = Run(hashes[found:], run)
         self._behind(run)[new.blocks[0]] = new
-        self._blocks += len(new.blocks)
+        self.blocks += len(new.blocks)
         return new
 
     def _behind(self, run: Run | None) -> dict[int, Run]:
@@ -111,7 +110,7 @@ class BlockTree:
             run.holds -= 1
             if run.holds:
                 return
-            self._blocks -= len(run.blocks)
+            self.blocks -= len(run.blocks)
             del self._behind(run.before)[run.blocks[0]]
             run = run.before
 

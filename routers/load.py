@@ -65,16 +65,16 @@ class RankLoad:
             raise ValueError(f"cannot book {requests} requests, {blocks} blocks, {prefill_tokens} tokens")
         if not block_hashes:
             return RankBooking(self, requests, blocks, prefill_tokens)
-        before = len(self._tree)
+        before = self._tree.blocks
         chain = self._tree.hold(block_hashes)
-        self.blocks += len(self._tree) - before
+        self.blocks += self._tree.blocks - before
         return RankBooking(self, requests, max(0, blocks - len(block_hashes)), prefill_tokens, chain)
 
     def release_chain(self, chain: Run) -> None:
         """Give the blocks of a chain back, but for those that other requests share; for bookings only."""
-        before = len(self._tree)
+        before = self._tree.blocks
         self._tree.release(chain)
-        self.blocks -= before - len(self._tree)
+        self.blocks -= before - self._tree.blocks
 
 
 class RankBooking:
