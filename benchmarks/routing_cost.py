@@ -16,6 +16,7 @@ from backends.upstream.base import Origin, UpstreamClient
 from benchmarks.cpu_time import least_cpu_us
 from benchmarks.kv_hashing import plain_hashes, plain_ids
 from benchmarks.routing_engine import Clock
+from benchmarks.routing_ranks import book_live, random_hashes
 from benchmarks.routing_sim import Caches
 from gateway.envelope import Envelope, parse_envelope
 from gateway.kv_view import KvView
@@ -34,7 +35,8 @@ from routers.types import Candidate, Placement, RouteRequest
 # Of a prompt of so many tokens, in microseconds.
 _AIMS_US: Final = {2_000: 150.0, 100_000: 8_000.0}
 _ENGINES: Final = 8
-_LIVE: Final = 20
+# Of each request that runs there, besides those that all of a rank share.
+_OWN_BLOCKS: Final = 100
 _PAGE: Final = 16
 _MODEL: Final = "model"
 _REPEATS: Final = 100
@@ -83,14 +85,10 @@ class Way:
         member.identified(EngineFacts(EngineKind.SGLANG, (0, 5, 23), "0.5.23", _MODEL, page_size=_PAGE))
         self._fleet.add(member)
         index.add_rank((worker_id, 0))
-        names = tuple(rng.getrandbits(64) for _ in range(len(held) // _PAGE))
+        names = tuple(random_hashes(rng, len(held) // _PAGE))
         index.store((worker_id, 0), BlockStored(names, None, pack_tokens(array("I", held)), _PAGE), ApplyReport())
         shared = block_hashes(held[: len(held) // 2], _PAGE)
-        for _ in range(_LIVE):
-            own = [rng.getrandbits(64) for _ in range(100)]
-            member.load_of(0).book(
-                requests=1, blocks=len(shared) + 100, prefill_tokens=rng.randrange(4_000), block_hashes=shared + own
-            )
+        book_live(rng, member.load_of(0), shared, _OWN_BLOCKS)
 
     def read(self) -> Prompt:
         """From the bytes of the ids to four bytes for each."""

@@ -10,6 +10,7 @@ from typing import Final
 
 from backends.types import EngineKind
 from benchmarks.cpu_time import least_cpu_us
+from benchmarks.routing_ranks import book_live, random_hashes
 from kv_events.index_types import Overlap
 from routers.assumed import PREDICTED_TTL_S, AssumedBlocks
 from routers.kv_aware import KvAware
@@ -30,17 +31,11 @@ def _cpu_us(call: Callable[[], object]) -> float:
     return least_cpu_us(call, _REPEATS, _REPEAT_S)
 
 
-def _hashes(rng: random.Random, count: int) -> list[int]:
-    return [rng.getrandbits(64) for _ in range(count)]
-
-
 def _busy_ranks(rng: random.Random, count: int, shared: list[int]) -> list[Candidate]:
     candidates = []
     for number in range(count):
         load = RankLoad()
-        for _ in range(20):
-            tail = _hashes(rng, _TOKENS // 16 - len(shared))
-            load.book(requests=1, blocks=_TOKENS // 16, prefill_tokens=rng.randrange(4_000), block_hashes=shared + tail)
+        book_live(rng, load, shared, _TOKENS // 16 - len(shared))
         candidates.append(Candidate(RankKey(f"worker-{number}", 0), load, _GROUP))
     return candidates
 
@@ -48,8 +43,8 @@ def _busy_ranks(rng: random.Random, count: int, shared: list[int]) -> list[Candi
 def main() -> None:
     """Measure, and print a line for each figure."""
     rng = random.Random(1)
-    shared = _hashes(rng, _SHARED_BLOCKS)
-    hashes = shared + _hashes(rng, _TOKENS // 16 - len(shared))
+    shared = random_hashes(rng, _SHARED_BLOCKS)
+    hashes = shared + random_hashes(rng, _TOKENS // 16 - len(shared))
     for count in (1, 4, 16, 64):
         candidates = _busy_ranks(rng, count, shared)
         overlap = Overlap({candidate.key: rng.randrange(_SHARED_BLOCKS) for candidate in candidates})
@@ -66,7 +61,7 @@ def main() -> None:
     print(f"booking and release: {plain:.2f} us without hashes, {known:.1f} us with {new} new blocks")
     predicted = AssumedBlocks(PREDICTED_TTL_S)
     for candidate in candidates[:16]:
-        predicted.add(candidate.key, shared + _hashes(rng, 325), 0.0)
+        predicted.add(candidate.key, shared + random_hashes(rng, 325), 0.0)
     found = _cpu_us(lambda: predicted.overlap(hashes, 0.0))
     added = _cpu_us(lambda: predicted.withdraw(predicted.add(candidates[0].key, hashes, 0.0)))
     print(f"predictions: look-up on 16 ranks {found:.1f} us, adding and withdrawing 325 new blocks {added:.1f} us")

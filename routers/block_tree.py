@@ -48,8 +48,6 @@ class BlockTree:
         Args:
             hashes: Sequence hashes from the first block on.
         """
-        if not hashes or hashes[0] not in self._roots:
-            return 0
         return self._follow(hashes)[2]
 
     def _follow(self, hashes: Sequence[int]) -> tuple[Run | None, int, int]:
