@@ -5,7 +5,7 @@ for verdict and usage. The rest is bytes with ids replaced.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import msgspec
 
@@ -16,6 +16,8 @@ from gateway.engine_errors import engine_message, refusal_in
 from gateway.ids import IdMap
 from gateway.outcome import Outcome
 from gateway.routes import Dialect
+from gateway.usage import ItemEnds, last_usage, usage_of
+from gateway.usage import Usage as Usage
 
 HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer trailers"
@@ -29,11 +31,7 @@ _RESPONSES = Dialect.RESPONSES
 _COMPLETE = Outcome.COMPLETE
 
 _TOKENS = re.compile(rb'"(prompt|completion|cached)_tokens":(\d{1,18})')
-# The same, with the names that /v1/responses and /v1/messages use.
-_USAGE = re.compile(rb'"(prompt|completion|cached|input|output)_tokens":(\d{1,18})')
 _COUNT = b'_tokens":'
-# The longest name before that, its quote included.
-_COUNT_NAME_BYTES = len(b'"completion')
 _COUNT_NAMES = (b'"prompt', b'"completion', b'"cached')
 # Sums over a whole OpenAI answer, which may hold the counts of its parts before.
 _SUMS = b'"usage":{'
@@ -78,14 +76,6 @@ class _Response(msgspec.Struct):
 _response = msgspec.json.Decoder(_Response)
 
 
-class Usage(msgspec.Struct, frozen=True, gc=False):
-    """Token counts as the engine gave them, ``None`` where it gave none."""
-
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    cached_tokens: int | None = None
-
-
 class Verdict(msgspec.Struct, frozen=True, gc=False):
     """How an answer ended.
 
@@ -113,26 +103,6 @@ def rank_in(data: bytes) -> int | None:
     return int(match[1]) if match else None
 
 
-def usage_of(texts: Iterable[bytes]) -> Usage:
-    """Sum the token counts in the given pieces of JSON: one object, or the items of a batch."""
-    found: dict[bytes, int] = {}
-    for text in texts:
-        at = text.find(_COUNT)  # a word is found sooner than a pattern, and what comes before is mostly generated text
-        if at >= 0:
-            for name, count in _USAGE.findall(text, max(at - _COUNT_NAME_BYTES, 0)):
-                found[name] = found.get(name, 0) + int(count)
-    prompt, completion = found.get(b"prompt", found.get(b"input")), found.get(b"completion", found.get(b"output"))
-    return Usage(prompt, completion, found.get(b"cached"))
-
-
-def _last_usage(texts: Iterable[bytes]) -> Usage:
-    """The last of each token count; details inside of a usage object come with it."""
-    found: dict[bytes, int] = {}
-    for text in texts:
-        found.update((name, int(count)) for name, count in reversed(_USAGE.findall(text)))
-    return Usage(found.get(b"input"), found.get(b"output"), found.get(b"cached"))
-
-
 class StreamAnswer:
     """One stream of events: whole events out, with public ids, and the verdict at the end.
 
@@ -152,6 +122,7 @@ class StreamAnswer:
         "_has_ended",
         "_ids",
         "_is_silent",
+        "_item_ends",
         "_last",
         "_last_events",
         "_look",
@@ -168,6 +139,8 @@ class StreamAnswer:
         last_events: frozenset[bytes] = frozenset(),
         look: Callable[[bytes], None] | None = None,
     ) -> None:
+        # One item's end tells the counts of all: of several each has to be seen.
+        self._item_ends = ItemEnds(_LOOK_AT_BYTES) if ids.has_items and not last_events else None
         self._look = look
         self._last_events = last_events
         self._ids = ids
@@ -212,6 +185,8 @@ class StreamAnswer:
         if self._is_silent:
             self._is_silent = is_silent(block)
         self._before_last, self._last = self._last, block
+        if self._item_ends is not None:
+            self._item_ends.see(block)
         if block.find(_ERROR_EVENT) >= 0:
             self._error_block = block
         if block.find(b'"abort"') >= 0 and (_ABORT[0] in block or _ABORT[1] in block):
@@ -256,8 +231,9 @@ class StreamAnswer:
             if payload and payload != DONE_DATA:
                 last = payload
         if self._last_events:
-            return self._named_verdict(_last_usage(self._usage_pieces), last)
-        usage = usage_of([last[-_LOOK_AT_BYTES:]])
+            return self._named_verdict(last_usage(self._usage_pieces), last)
+        ends = self._item_ends
+        usage = (ends and ends.usage) or usage_of([last[-_LOOK_AT_BYTES:]])
         if self._error_block:
             return Verdict(Outcome.ENGINE_ERROR, self._saw_done, usage, _error_message(self._error_block))
         if not self._saw_done:

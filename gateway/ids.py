@@ -53,6 +53,10 @@ class IdMap(Protocol):
     """Replaces engine ids by public ones."""
 
     @property
+    def has_items(self) -> bool:
+        """The answer may be that of several items or samples."""
+
+    @property
     def keeps_length(self) -> bool:
         """Replacing never changes the number of bytes."""
 
@@ -81,6 +85,8 @@ class SingleId:
     """One request, one id; what the engine appends to it (``_0``) stays."""
 
     __slots__ = ("_engine", "_public", "keeps_length")
+
+    has_items = False
 
     def __init__(self, engine_id: str, public_id: str) -> None:
         self._engine = engine_id.encode()
@@ -120,6 +126,8 @@ class BatchIds:
     """
 
     __slots__ = ("_base", "_common", "_pattern", "_public", "keeps_length")
+
+    has_items = True
 
     def __init__(self, engine_ids: Sequence[str], public_ids: Sequence[str], public_id: str) -> None:
         engine = [one.encode() for one in engine_ids]
@@ -162,6 +170,7 @@ class ChildIds:
 
     __slots__ = ("_has_begun", "_has_one_id", "_is_stream", "_known", "_public")
 
+    has_items = True
     keeps_length = False
 
     def __init__(self, public_id: str, *, has_one_id: bool) -> None:

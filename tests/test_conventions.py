@@ -47,6 +47,7 @@ PURE = (
     "gateway/tokens/content_format.py",
     "gateway/tokens/option.py",
     "gateway/tokens/prompts.py",
+    "gateway/usage.py",
     "kv_events/codec*.py",
     "kv_events/delivery.py",
     "kv_events/errors.py",

@@ -17,7 +17,6 @@ from gateway.answer import (
     first_data,
     passed_headers,
     unary_verdict,
-    usage_of,
 )
 from gateway.engine_errors import engine_message, refusal_in
 from gateway.errors import MAX_ENGINE_TEXT_CHARS
@@ -170,27 +169,6 @@ def test_first_data(block: bytes, data: bytes) -> None:
 )
 def test_engine_messages(body: bytes, message: str) -> None:
     assert engine_message(body) == message
-
-
-# Token counts.
-
-
-@pytest.mark.parametrize(
-    ("texts", "usage"),
-    [
-        pytest.param([b'{"prompt_tokens":6,"completion_tokens":3,"cached_tokens":4}'], Usage(6, 3, 4), id="all"),
-        pytest.param([b'{"completion_tokens":3}'], Usage(None, 3, None), id="some"),
-        pytest.param([b"{}"], Usage(), id="none"),
-        pytest.param([], Usage(), id="nothing"),
-        pytest.param([b'{"prompt_tokens":1}', b'{"prompt_tokens":2},{"prompt_tokens":4}'], Usage(7), id="items"),
-        pytest.param([b'{"image_tokens":9,"details":{"cached_tokens":2}}'], Usage(None, None, 2), id="other"),
-        pytest.param([b'{"text":"\\"prompt_tokens\\":9"}'], Usage(), id="in a text"),
-        pytest.param([b'{"prompt_tokens":null,"cached_tokens":"x"}'], Usage(), id="no numbers"),
-        pytest.param([b'{"prompt_tokens":' + b"9" * 5000], Usage(10**18 - 1), id="absurd"),
-    ],
-)  # fmt: skip
-def test_usage(texts: list[bytes], usage: Usage) -> None:
-    assert usage_of(texts) == usage
 
 
 # Streams.
