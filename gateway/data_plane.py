@@ -23,6 +23,7 @@ from gateway.errors import (
 )
 from gateway.exchange import Exchange
 from gateway.protocol import ConnectionProtocol, connection_of
+from gateway.quick_writes import takes_whole, write_piece, write_whole
 from gateway.routes import ROUTES, Route
 from gateway.services import Services
 
@@ -103,15 +104,24 @@ class AsgiDownstream:
             self._event_at = 0.0
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
+    def takes_now(self) -> bool:
+        """See ``Downstream.takes_now``."""
+        return self._cycle is not None and takes_whole(self._cycle)
+
+    def answer_now(self, status: int, headers: Headers, body: bytes) -> bool:
+        """See ``Downstream.answer_now``."""
+        defaults = self._connection.server_state.default_headers
+        return self._cycle is not None and write_whole(self._cycle, defaults, status, headers, body)
+
     async def answer(self, status: int, headers: Headers, body: bytes) -> None:
         """See ``Downstream.answer``."""
-        if self._cycle is None or not self._connection.write_whole(self._cycle, status, headers, body):
+        if not self.answer_now(status, headers, body):
             await self.start(status, headers)
             await self.finish(body)
 
     def write_now(self, data: bytes) -> bool:
         """See ``Downstream.write_now``."""
-        if self._cycle is None or self.is_gone or not self._connection.write_piece(self._cycle, data):
+        if self._cycle is None or self.is_gone or not write_piece(self._cycle, data):
             return False
         if self._event_at is not None:
             self._note_event(data)

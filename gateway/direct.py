@@ -14,12 +14,14 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from backends.upstream.base import Headers
 
+Spawn = Callable[[Callable[[], Coroutine[Any, Any, None]]], None]
+
 
 class Serving(Protocol):
     """What serves one request, once its body is here or will never be."""
 
-    def run(self, body: bytes) -> Coroutine[Any, Any, None]:
-        """Serve it."""
+    def begin(self, body: bytes, spawn: Spawn) -> None:
+        """Serve it; ``spawn`` runs in a task what has to wait. Returns at once and never raises."""
 
     def abandon(self, bytes_in: int) -> Coroutine[Any, Any, None]:
         """Only so many bytes of the body have come, and no more will."""
@@ -80,7 +82,8 @@ class DirectCycle(RequestResponseCycle):
     def complete(self) -> None:
         """The body is here: serve the request."""
         self._is_started = True
-        self._start(self, self._run)
+        parts, self._parts = self._parts, []
+        self._take_serving().begin(parts[0] if len(parts) == 1 else b"".join(parts), self._spawn)
 
     def set(self) -> None:
         """Take notice of the client's leaving; see ``asyncio.Event``, in whose place this stands."""
@@ -88,9 +91,8 @@ class DirectCycle(RequestResponseCycle):
             self._is_started = True
             self._start(self, self._abandon)
 
-    def _run(self, *_asgi: object) -> Coroutine[Any, Any, None]:
-        parts, self._parts = self._parts, []
-        return self._take_serving().run(parts[0] if len(parts) == 1 else b"".join(parts))
+    def _spawn(self, serve: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._start(self, lambda *_asgi: serve())
 
     def _abandon(self, *_asgi: object) -> Coroutine[Any, Any, None]:
         return self._take_serving().abandon(sum(map(len, self._parts)))

@@ -18,6 +18,7 @@ from gateway.attempts import Attempts, Failure
 from gateway.downstream import ClientRequest
 from gateway.envelope import Envelope
 from gateway.errors import ENGINE_DIED, RETRY_AFTER_S, EngineRefused, ErrorReport, GatewayError, WorkerUnfit, report_of
+from gateway.native_prompts import ready_for_vllm
 from gateway.outcome import Outcome
 from gateway.pair_failure import PairFailed
 from gateway.pair_placement import needs_one_worker
@@ -51,9 +52,21 @@ class Dispatch:
 
     Attributes:
         attempts: Those begun.
+        needs_prompt: Something about the prompt must be found out before the request is placed.
     """
 
-    __slots__ = ("_envelope", "_is_stopped", "_model", "_prompt", "_request", "_route", "_services", "attempts")
+    __slots__ = (
+        "_envelope",
+        "_is_stopped",
+        "_model",
+        "_needs_tokens",
+        "_prompt",
+        "_request",
+        "_route",
+        "_services",
+        "attempts",
+        "needs_prompt",
+    )
 
     def __init__(
         self,
@@ -71,6 +84,8 @@ class Dispatch:
         self._model = model
         self._is_stopped = is_stopped
         self._prompt: Prompt | None = None
+        self._needs_tokens = services.fleet.has_vllm and route.path == "/generate"
+        self.needs_prompt = self._needs_tokens or services.prefixes.are_wanted
         self.attempts = Attempts(services.limits.max_attempts)
 
     @property
@@ -82,11 +97,22 @@ class Dispatch:
         return Wanted(self._request, self._route, self._envelope, self._model, self.attempts, needs_one_worker=is_alone)
 
     async def read_prompt(self) -> None:
-        """Find out the prompt, for a policy that looks at it; one that cannot be told costs the overlap alone.
+        """Find out the prompt, for engines that take ids alone, and for a policy that looks at it.
+
+        One that cannot be told costs a policy the overlap alone.
 
         Raises:
             CallClosed: The request was stopped meanwhile.
+            GatewayError: It could not be tokenized now, and nobody can be given it as it is.
         """
+        if self._needs_tokens:
+            self._envelope = await ready_for_vllm(self._services, self._envelope, self._model)
+            if self._is_stopped():
+                raise CallClosed
+        if self._services.prefixes.are_wanted:
+            await self._read_prefix()
+
+    async def _read_prefix(self) -> None:
         prefixes = self._services.prefixes
         native = self._envelope.native
         if native is not None and native.prompt_ids:

@@ -47,6 +47,12 @@ class Downstream(Protocol):
     async def start(self, status: int, headers: Headers) -> None:
         """Send the head. Without a ``content-length`` the body is chunked."""
 
+    def takes_now(self) -> bool:
+        """A whole answer needs no waiting."""
+
+    def answer_now(self, status: int, headers: Headers, body: bytes) -> bool:
+        """Send a whole answer if that needs no waiting; ``False`` leaves all of it to ``answer``."""
+
     async def answer(self, status: int, headers: Headers, body: bytes) -> None:
         """Send a whole answer; ``headers`` hold its ``content-length``."""
 

@@ -3,18 +3,15 @@
 Knows neither ASGI nor an engine's field names. Ends in exactly one outcome, whatever goes wrong.
 """
 
-import asyncio
+import functools
 import logging
 
-from backends.errors import (
-    CallClosed,
-    CallEnded,
-    UpstreamError,
-)
+from backends.errors import CallEnded, UpstreamError
 from backends.leg_events import Cause
 from gateway.access_log import AccessRecord
 from gateway.answer import Usage, Verdict
 from gateway.deadlines import Deadlines
+from gateway.direct import Spawn
 from gateway.dispatch import Dispatch
 from gateway.downstream import ClientRequest, Downstream
 from gateway.envelope import Envelope, header_value, parse_envelope
@@ -22,35 +19,23 @@ from gateway.errors import (
     ABORTED,
     CLIENT_GONE,
     INTERNAL,
-    SHUTTING_DOWN,
-    WORKER_REMOVED,
     EngineRefused,
     ErrorReport,
     GatewayError,
     InvalidRequest,
     report_of,
 )
-from gateway.native_prompts import ready_for_vllm
 from gateway.outcome import Outcome
-from gateway.placement import Attempt
+from gateway.placement import Attempt, Placed
 from gateway.relay import AnswerRelay
 from gateway.routes import Route
 from gateway.screening import refuse_engine_state
 from gateway.services import Services
+from gateway.stopping import Stop
 from routers.errors import RoutingError
 
 logger = logging.getLogger("forebay.exchange")
 
-# How a request that was stopped from this side ends; one whose client is gone has nobody to tell.
-_STOPPED = {
-    Cause.SHUTDOWN: SHUTTING_DOWN,
-    Cause.WORKER_REMOVED: WORKER_REMOVED,
-    Cause.CLIENT_ABORT: ABORTED,
-}
-# A client that is to be told that its request was stopped, and does not read that, has its connection ended.
-TELL_CLIENT_S = 1.0
-# The time has to pass in so many parts: a loop that was not run for longer has its turns before the client is cut off.
-_TELL_PARTS = 4
 _NO_USAGE = Usage()
 _CLIENT_CLOSED = Outcome.CLIENT_CLOSED
 
@@ -67,13 +52,12 @@ class Exchange:
 
     __slots__ = (
         "_bytes_in",
-        "_cause",
         "_deadlines",
         "_dispatch",
         "_downstream",
         "_engine_ids",
         "_envelope",
-        "_is_cut",
+        "_error",
         "_model",
         "_outcome",
         "_placed",
@@ -85,8 +69,7 @@ class Exchange:
         "_sample_ids",
         "_services",
         "_started_at",
-        "_stop_report",
-        "_tell_timer",
+        "_stop",
         "_usage",
     )
 
@@ -105,11 +88,9 @@ class Exchange:
         self._sample_ids: tuple[str, ...] = ()
         self._dispatch: Dispatch | None = None
         self._bytes_in = 0
-        self._cause: Cause | None = None
-        self._stop_report: ErrorReport | None = None
+        self._error: Exception | None = None
+        self._stop: Stop | None = None
         self._deadlines: Deadlines | None = None
-        self._tell_timer: asyncio.TimerHandle | None = None
-        self._is_cut = False
         self._outcome: Outcome | None = None
         self._report: ErrorReport | None = None
         self._usage = _NO_USAGE
@@ -117,16 +98,52 @@ class Exchange:
 
     async def run(self, body: bytes) -> None:
         """Serve the request whose whole body is ``body``; returns when the client has its answer or is gone."""
-        self._bytes_in = len(body)
-        self._downstream.watch(self._client_gone)
-        limits = self._services.limits.time
-        if not limits.are_off:
-            self._deadlines = Deadlines(limits, self, self._services.clock, self._expire)
+        self._send(body)
+        await self._complete()
+
+    def begin(self, body: bytes, spawn: Spawn) -> None:
+        """Serve the request whose whole body is ``body``; see ``Serving``.
+
+        The usual request for one document needs no task: it is placed here, and answered as its answer comes.
+        """
+        self._send(body)
+        placed = self._placed
+        if not (
+            isinstance(placed, Placed)
+            and placed.is_plain
+            and placed.leg.call.call_when_ready(functools.partial(self._answer_or_spawn, placed, spawn))
+        ):
+            spawn(self._complete)
+
+    def _answer_or_spawn(self, placed: Placed, spawn: Spawn) -> None:
+        """Something has come of the only leg: its whole answer, most often, or it has ended otherwise."""
         try:
-            if self._cause is None:
-                self._settle(await self._serve(body))
+            is_over = self._stop is None and self._answer(placed)
+        except Exception as exc:  # noqa: BLE001 -- raised again in the task
+            self._error = exc
+            is_over = False
+        if not is_over:
+            spawn(self._complete)
+
+    def _answer(self, placed: Placed) -> bool:
+        """Send the answer and be done, if that needs no waiting."""
+        verdict, dispatch = self._relay.answer_now(placed), self._dispatch
+        if verdict is None:
+            return False
+        assert dispatch is not None
+        dispatch.answered(placed, verdict)
+        self._settle(verdict)
+        self._let_go()
+        self._close()
+        return True
+
+    async def _complete(self) -> None:
+        """Serve what was begun to its end."""
+        try:
+            if self._stop is None:
+                self._settle(await self._serve())
         except CallEnded:
-            if self._cause is None:  # else the cause says why
+            if self._stop is None:  # else the cause says why
                 await self._fail(ABORTED, None)
         except (GatewayError, RoutingError, UpstreamError) as exc:
             await self._fail(report_of(exc), exc)
@@ -150,7 +167,7 @@ class Exchange:
         self._bytes_in = bytes_in
         refusal, relay = self._downstream.refusal, self._relay
         if refusal is None:
-            self._cause = self._cause or Cause.CLIENT_GONE
+            self._stop = self._stop or Stop(Cause.CLIENT_GONE)
         else:
             self._report, self._outcome = refusal, refusal.outcome
             relay.status, relay.bytes_out = refusal.status, len(refusal.body(None))
@@ -160,34 +177,21 @@ class Exchange:
 
     # From outside, at any time.
 
-    def stop(self, cause: Cause) -> None:
-        """Stop the request for good; see ``LiveRequest.stop``."""
-        if self._outcome is not None or self._cause is not None:
+    def stop(self, cause: Cause, report: ErrorReport | None = None) -> None:
+        """Stop the request for good, and say ``report`` rather than what the cause does; see ``LiveRequest.stop``."""
+        if self._outcome is not None or self._stop is not None:
             return
-        self._cause = cause
+        self._stop = stop = Stop(cause, report)
         self._services.waiting.leave(self)
         if self._placed is not None:
             self._placed.cancel(cause)
-        if cause is not Cause.CLIENT_GONE:  # one that does not read would hold the request for ever
-            self._cut_later(_TELL_PARTS)
-
-    def _cut_later(self, parts: int) -> None:
-        if parts:
-            loop = asyncio.get_running_loop()
-            self._tell_timer = loop.call_later(TELL_CLIENT_S / _TELL_PARTS, self._cut_later, parts - 1)
-        else:
-            self._is_cut = True
-            self._downstream.abort()
-
-    def _expire(self, report: ErrorReport) -> None:
-        self._stop_report = report
-        self.stop(Cause.DEADLINE)
+        if cause is not Cause.CLIENT_GONE:
+            stop.cut_later(self._downstream.abort)
 
     @property
     def awaits_output(self) -> bool:
         """No output yet of what will show some before its end; see ``deadlines.Watched``."""
-        placed = self._placed
-        return placed is None or placed.awaits_output
+        return self._placed is None or self._placed.awaits_output
 
     @property
     def silent_since(self) -> float | None:
@@ -196,8 +200,7 @@ class Exchange:
 
     def is_on(self, worker_id: str) -> bool:
         """Whether that worker serves the request now; see ``LiveRequest.is_on``."""
-        placed = self._placed
-        return placed is not None and placed.is_on(worker_id)
+        return self._placed is not None and self._placed.is_on(worker_id)
 
     def abort(self, item_id: str | None) -> str | None:
         """Have the engine stop the request or an item of it; see ``LiveRequest.abort``."""
@@ -208,7 +211,7 @@ class Exchange:
             self.stop(Cause.CLIENT_ABORT)
             return ""
         if not placed.is_live:
-            if self._outcome is not None or self._cause is not None:
+            if self._outcome is not None or self._stop is not None:
                 return None
             self.stop(Cause.CLIENT_ABORT)  # between two attempts: there is to be no other one
         elif not placed.can_be_called_off(is_item=bool(item_id)):
@@ -222,7 +225,23 @@ class Exchange:
 
     # Serving.
 
-    async def _serve(self, body: bytes) -> Verdict:
+    def _send(self, body: bytes) -> None:
+        """Read the request, and send it if that needs no waiting; what goes wrong is for ``_serve`` to raise."""
+        self._bytes_in = len(body)
+        self._downstream.watch(self._client_gone)
+        if not (limits := self._services.limits.time).are_off:
+            self._deadlines = Deadlines(
+                limits, self, self._services.clock, functools.partial(self.stop, Cause.DEADLINE)
+            )
+        try:
+            if self._stop is None:
+                self._dispatch = dispatch = self._read(body)
+                if not dispatch.needs_prompt:
+                    self._services.waiting.place_now(self._place)
+        except Exception as exc:  # noqa: BLE001 -- raised again in the task
+            self._error = exc
+
+    def _read(self, body: bytes) -> Dispatch:
         services, request = self._services, self._request
         self._envelope = envelope = parse_envelope(
             self._route,
@@ -239,48 +258,52 @@ class Exchange:
             raise InvalidRequest("x-forebay-worker needs the admin API key", param="x-forebay-worker", status=403)
         self._model = services.fleet.model_of(envelope.model)
         refuse_engine_state(envelope.body, services.fleet.engines_serving(self._model))
-        if services.fleet.has_vllm and self._route.path == "/generate":
-            self._envelope = envelope = await ready_for_vllm(services, envelope, self._model)
-            if self._is_stopped():
-                raise CallClosed
-        self._dispatch = dispatch = Dispatch(
-            services, self._request, self._route, envelope, self._model, self._is_stopped
-        )
-        if services.prefixes.are_wanted:
+        return Dispatch(services, request, self._route, envelope, self._model, self._is_stopped)
+
+    async def _serve(self) -> Verdict:
+        if self._error is not None:
+            raise self._error
+        services, dispatch, placed = self._services, self._dispatch, self._placed
+        assert dispatch is not None
+        if placed is None and dispatch.needs_prompt:
             await dispatch.read_prompt()
         while True:
-            if not services.waiting.place_now(self._place):
-                await services.waiting.wait(self, dispatch.wanted, self._place)
-            placed = self._placed
-            assert placed is not None
-            if placed.sample_ids and not self._sample_ids:
-                self._sample_ids = placed.sample_ids
-                services.live.name_items(self, self._sample_ids)
-            self._relay.identify(envelope, placed, dispatch.attempts.count)
+            if placed is None:
+                if not services.waiting.place_now(self._place):
+                    await services.waiting.wait(self, dispatch.wanted, self._place)
+                placed = self._placed
+                assert placed is not None
             try:
                 verdict = await self._relay.forward(placed)
             except (UpstreamError, GatewayError) as exc:
                 has_begun = bool(self._relay.status)
                 if not await dispatch.failed(placed, exc, self._public_id, has_begun=has_begun):
                     raise
+                placed = None
             else:
                 dispatch.answered(placed, verdict)
                 return verdict
 
     def _place(self) -> None:
         """Choose a rank and send; called as the request comes, or when it is its turn."""
-        assert self._dispatch is not None
-        placed, before = self._dispatch.place(), self._placed
+        envelope, dispatch = self._envelope, self._dispatch
+        assert envelope is not None
+        assert dispatch is not None
+        placed, before = dispatch.place(), self._placed
         if before is not None:
             self._engine_ids += before.sent_ids
         self._placed = placed
+        if placed.sample_ids and not self._sample_ids:
+            self._sample_ids = placed.sample_ids
+            self._services.live.name_items(self, self._sample_ids)
+        self._relay.identify(envelope, placed, dispatch.attempts.count)
 
     def _is_stopped(self) -> bool:
-        return self._cause is not None
+        return self._stop is not None
 
     def _settle(self, verdict: Verdict) -> None:
         self._usage = verdict.usage
-        if self._is_cut:
+        if self._stop is not None and self._stop.is_cut:
             return  # the client did not get what its engine has completed
         self._outcome = verdict.outcome
         if verdict.message:
@@ -288,7 +311,7 @@ class Exchange:
 
     async def _fail(self, report: ErrorReport, error: Exception | None) -> None:
         """Tell the client, in the way that is still open: a status, an error event, or a cut connection."""
-        if self._cause is not None:
+        if self._stop is not None:
             return
         self._report = report
         self._outcome = report.outcome
@@ -307,13 +330,9 @@ class Exchange:
         return self._public_id
 
     async def _finish(self) -> None:
-        """End what is left and write the one record; runs exactly once, on every way out."""
-        self._downstream.watch(None)
-        if self._deadlines is not None:
-            self._deadlines.cancel()
-        if self._placed is not None:
-            self._placed.end()
-        report = self._stop_report or (_STOPPED.get(self._cause) if self._cause is not None else None)
+        """End what is left and tell the client of a stop; runs exactly once, on every way out of a task."""
+        self._let_go()
+        report = self._stop.report if self._stop is not None else None
         if self._outcome is None and report is not None:
             self._report = report
             self._outcome = report.outcome
@@ -321,12 +340,25 @@ class Exchange:
         elif self._outcome is None:
             self._report = CLIENT_GONE
             self._outcome = Outcome.CLIENT_CLOSED
-        if self._tell_timer is not None:
-            self._tell_timer.cancel()
+        self._close()
+
+    def _let_go(self) -> None:
+        """End what is left."""
+        self._downstream.watch(None)
+        if self._deadlines is not None:
+            self._deadlines.cancel()
+        if self._placed is not None:
+            self._placed.end()
+
+    def _close(self) -> None:
+        """Write the one record of the request."""
+        if self._stop is not None:
+            self._stop.over()
         ids = {self._public_id, *self._envelope.item_ids, *self._sample_ids} if self._envelope else ()
         self._services.live.remove(self, ids)
         self._record(self._outcome or Outcome.ENGINE_ERROR)
-        self._dispatch = self._deadlines = None  # cycles would be the garbage collector's, at a sixth of all time
+        # Cycles would be the garbage collector's, at a sixth of all time.
+        self._dispatch = self._deadlines = self._error = None
 
     def _record(self, outcome: Outcome) -> None:
         services, relay, placed, envelope = self._services, self._relay, self._placed, self._envelope

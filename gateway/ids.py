@@ -24,6 +24,7 @@ _STREAM_BEGINNINGS = (b"data:", b"event:", b":")
 _INDEX = re.compile(rb'"index":(\d+)')
 _ID_BYTES = 32
 _ID_BATCH = 128
+_IDS = re.compile("." * _ID_BYTES)
 # In a piece of this size without a quote, ids are not looked for but at its ends.
 _GATE_BYTES = 4096
 _EDGE_BYTES = 256
@@ -38,7 +39,7 @@ def fresh_ids() -> Callable[[], str]:
     def fresh_id() -> str:
         if not ready:
             digits = os.urandom(_ID_BATCH * _ID_BYTES // 2).hex()
-            ready.extend(digits[at : at + _ID_BYTES] for at in range(0, len(digits), _ID_BYTES))
+            ready.extend(_IDS.findall(digits))
         return ready.pop()
 
     return fresh_id

@@ -1,7 +1,7 @@
 """Answers that end their connection."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from http import HTTPStatus
 
 from gateway.errors import ErrorReport
@@ -26,6 +26,10 @@ class ClosesWhenRead:
     def write(self, data: bytes) -> None:
         """Write; see ``asyncio.Transport``."""
         self._transport.write(data)
+
+    def writelines(self, pieces: Iterable[bytes]) -> None:
+        """Write several; see ``asyncio.Transport``."""
+        self._transport.writelines(pieces)
 
     def is_closing(self) -> bool:
         """See ``asyncio.Transport``."""

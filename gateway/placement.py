@@ -1,6 +1,7 @@
 """From an envelope to a leg: choose a rank, book it, send the request. One step, without an await in between."""
 
 from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 import msgspec
 
@@ -72,11 +73,12 @@ class Placed(msgspec.Struct, frozen=True):
     sample_ids: tuple[str, ...]
     native: NativeAnswer | None = None
     build: Build | None = None
+    prefill: ClassVar[None] = None  # nobody else computes the prompt
 
     @property
-    def prefill(self) -> None:
-        """Nobody else computes the prompt."""
-        return None
+    def is_plain(self) -> bool:
+        """One document was asked for, and the engine's is the client's."""
+        return not self.is_stream and len(self.legs) == 1 and self.build is None
 
     @property
     def members(self) -> tuple[Member, ...]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, cast
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from backends.upstream.base import Headers
 from gateway.direct import DirectCycle, Serving
@@ -24,8 +24,6 @@ MAX_DISCARDED_BYTES = 64 * 1024 * 1024
 # nobody sees the client leave.
 MAX_PIPELINED = 8
 MAX_HEAD_BYTES = 64 * 1024  # of a request's line and headers
-# Larger bodies are not copied into one buffer with the head.
-JOIN_BODY_BELOW_BYTES = 64 * 1024
 # How long a client that wanted the connection closed may go on sending a body that was refused.
 LINGER_S = 30.0
 
@@ -49,6 +47,7 @@ class ConnectionProtocol(HttpToolsProtocol):
     Attributes:
         is_gone: The client has closed its side; a half-close counts, since nobody can tell it from a whole one.
         received_bytes: See ``slow_clients.Reading``.
+        running: The request that is answered now; written here alone.
         refusal: What was answered past ASGI in place of the request that came, ``None`` if nothing was.
     """
 
@@ -57,7 +56,7 @@ class ConnectionProtocol(HttpToolsProtocol):
         self.is_gone = False
         self._on_gone: Callable[[], None] | None = None
         self._discarded_bytes = 0
-        self._running: RequestResponseCycle | None = None
+        self.running: RequestResponseCycle | None = None
         self._is_read = self._has_head = False
         self._head_bytes = 0
         self._linger: asyncio.TimerHandle | None = None
@@ -65,6 +64,8 @@ class ConnectionProtocol(HttpToolsProtocol):
         self.refusal: ErrorReport | None = None
         self._slow_watch: SlowClientWatch | None = None
         self._is_resuming = False
+        # uvicorn goes by the handlers of its logger alone, which anybody in the process may have added.
+        self.access_log = self.access_log and self.config.access_log
         # Messages are logged only where ASGI has them, and uvicorn's limit would have to be looked at.
         has_own_ways = self.access_log or self.limit_concurrency is not None
         self._direct: DirectApplication | None = None if has_own_ways or not hasattr(self.app, "accept") else self.app
@@ -85,8 +86,8 @@ class ConnectionProtocol(HttpToolsProtocol):
 
     def _give_up_answer(self) -> None:
         """Let uvicorn know that the running answer ends here; of pipelined ones it would only mark the last."""
-        if self._running is not None and not self._running.response_complete:
-            self._running.disconnected = True
+        if self.running is not None and not self.running.response_complete:
+            self.running.disconnected = True
 
     def abort(self) -> None:
         """End the connection abruptly."""
@@ -96,7 +97,7 @@ class ConnectionProtocol(HttpToolsProtocol):
     @property
     def holds_back_body(self) -> bool:
         """The client of the running request waits to be told whether to send its body, and has not been."""
-        return self._running is not None and self._running.waiting_for_100_continue
+        return self.running is not None and self.running.waiting_for_100_continue
 
     @property
     def due(self) -> Due:
@@ -105,7 +106,7 @@ class ConnectionProtocol(HttpToolsProtocol):
             return Due.NOTHING  # the first two have limits of their own
         cycle = self.cycle
         if self._has_head and not self._is_read:
-            return Due.BODY if cycle is self._running else Due.NOTHING
+            return Due.BODY if cycle is self.running else Due.NOTHING
         if cycle is not None and not cycle.response_complete:
             return Due.NOTHING  # of another answer
         return Due.REQUEST if self._is_read or self.headers is None else Due.HEAD
@@ -122,55 +123,6 @@ class ConnectionProtocol(HttpToolsProtocol):
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._linger = self.loop.call_later(LINGER_S, self.transport.abort)
-
-    # The two writes that nearly all answers are made of. uvicorn's own take two messages for a whole answer and look at
-    # every header and every state again; whatever is unusual is left to them.
-
-    @property
-    def running(self) -> RequestResponseCycle | None:
-        """The request that is answered now."""
-        return self._running
-
-    def write_whole(self, cycle: RequestResponseCycle, status: int, headers: Headers, body: bytes) -> bool:
-        """Answer ``cycle`` at once, ``content-length`` among ``headers``; ``False`` if that is for uvicorn to do."""
-        if (
-            cycle.response_started
-            or cycle.disconnected
-            or not cycle.keep_alive
-            or cycle.waiting_for_100_continue
-            or cycle.access_log
-            or self.flow.write_paused
-            or status in (204, 304)
-            or cycle.scope["method"] == "HEAD"
-        ):
-            return False
-        lines = [*map(b": ".join, self.server_state.default_headers), *map(b": ".join, headers)]
-        head = b"\r\n".join(lines)
-        breaks = len(lines) - 1
-        if head.count(b"\n") != breaks or head.count(b"\r") != breaks or head.find(b"\0") >= 0:
-            return False  # uvicorn raises
-        cycle.response_started = cycle.response_complete = True
-        if len(body) < JOIN_BODY_BELOW_BYTES:
-            self.transport.write(b"%b%b\r\n\r\n%b" % (STATUS_LINE[status], head, body))
-        else:
-            self.transport.writelines([STATUS_LINE[status], head, b"\r\n\r\n", body])
-        cycle.message_event.set()
-        cycle.on_response()
-        return True
-
-    def write_piece(self, cycle: RequestResponseCycle, data: bytes) -> bool:
-        """Write a piece of a body that has begun and goes on; ``False`` if that is for uvicorn to do."""
-        size = len(data)
-        if not size or cycle.response_complete or cycle.disconnected or self.flow.write_paused:
-            return False
-        if cycle.chunked_encoding:  # never true of an answer to HEAD
-            cycle.transport.write(b"%x\r\n%b\r\n" % (size, data))
-            return True
-        if size > cycle.expected_content_length or cycle.scope["method"] == "HEAD":
-            return False
-        cycle.expected_content_length -= size
-        cycle.transport.write(data)
-        return True
 
     # uvicorn and asyncio callbacks
 
@@ -190,7 +142,7 @@ class ConnectionProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
         # These hold this object, and each connection would wait for the garbage collector.
-        self.cycle = self.scope = self._running = self._slow_watch = None  # type: ignore[assignment]
+        self.cycle = self.scope = self.running = self._slow_watch = None  # type: ignore[assignment]
         self.pipeline.clear()
 
     def eof_received(self) -> None:
@@ -202,7 +154,7 @@ class ConnectionProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Remember whose answer is under way (uvicorn hook)."""
-        self._running = cycle
+        self.running = cycle
         super()._start_asgi_task(cycle, app)
 
     def data_received(self, data: bytes) -> None:
@@ -298,7 +250,7 @@ class ConnectionProtocol(HttpToolsProtocol):
             self.on_response_complete,
             self._start_asgi_task,
         )
-        self._running = cycle
+        self.running = cycle
         serving = self._direct.accept(self.url, self.headers, self)
         if serving is None:
             return False
@@ -373,7 +325,7 @@ class ConnectionProtocol(HttpToolsProtocol):
 
     def refuse(self, report: ErrorReport) -> None:
         """Answer something that never became a whole request, and close."""
-        running = self._running
+        running = self.running
         is_its_body = running is self.cycle and self._has_head and not self._is_read
         if running is not None and not running.response_complete:
             if running is self.cycle and not is_its_body and not self.pipeline:

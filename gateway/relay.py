@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from backends.errors import AnswerBroken, AnswerMalformed, AnswerTooLarge, CallInterrupted, UpstreamError
+from backends.errors import AnswerBroken, AnswerMalformed, CallInterrupted, UpstreamError
 from backends.sse import DONE_EVENT, EventCutter
 from backends.upstream.base import AnswerHead, Headers, UpstreamCall
 from gateway.answer import (
@@ -19,12 +19,12 @@ from gateway.answer import (
 )
 from gateway.answer_headers import identity_headers
 from gateway.child_ids import revealed
+from gateway.document import forward_document
 from gateway.downstream import Downstream
 from gateway.engine_errors import refusal_in
 from gateway.envelope import Envelope
 from gateway.errors import ABORTED, EngineRefused, ErrorReport, GatewayError, report_of
 from gateway.fold import FoldIncomplete
-from gateway.long_body import forward_long
 from gateway.merge import merge
 from gateway.native_relay import forward_built
 from gateway.outcome import Outcome
@@ -41,8 +41,6 @@ JSON = "application/json"
 # An engine's comments before its first event are held back with the status, up to here.
 MAX_HELD_COMMENTS_BYTES = 64 * 1024
 KEEP_ALIVE = b": keep-alive\n\n"
-# A longer unary answer is sent on while it is read, so that its size does not become memory.
-BUFFER_BYTES = 1024 * 1024
 
 
 class AnswerRelay:
@@ -120,7 +118,9 @@ class AnswerRelay:
         if head.content_type == EVENT_STREAM:
             return await (self._stream(placed, head) if self._wants_stream else self._folded(placed, head))
         if head.content_type == JSON and not self.status:
-            return await self._body(placed, head)
+            return await forward_document(
+                self, placed, head, self._dialect, self._limits.max_response_bytes, self._clock
+            )
         raise AnswerMalformed(f"content type {head.content_type!r} with status {head.status}")
 
     async def begin_stream(self, head: AnswerHead) -> None:
@@ -319,28 +319,6 @@ class AnswerRelay:
 
     # Unary answers.
 
-    async def _body(self, placed: Placed, head: AnswerHead) -> Verdict:
-        limit_bytes = self._limits.max_response_bytes
-        if head.content_length is not None and head.content_length > limit_bytes:
-            raise AnswerTooLarge(limit_bytes)
-        buffer_bytes = min(BUFFER_BYTES, limit_bytes)
-        call = placed.leg.call
-        parts = [await call.read()]
-        size = len(parts[0])
-        while not call.is_complete and parts[-1] and size <= buffer_bytes:
-            self.silent_since = self._clock()
-            parts.append(await call.read())
-            size += len(parts[-1])
-        placed.leg.first_token()
-        placed.member.last_byte_at = self._clock()
-        if size <= buffer_bytes or (call.is_complete and size <= limit_bytes):
-            body = placed.ids.apply(b"".join(parts))
-            await self.send_whole(head.status, passed_headers(head), body)
-            return self.with_rank(placed, unary_verdict(body, self._dialect), body)
-        if size > limit_bytes:
-            raise AnswerTooLarge(limit_bytes)
-        return await forward_long(self, placed, head, parts, limit_bytes, self._clock)
-
     async def _samples(self, placed: Placed) -> Verdict:
         """The answers to the legs of a request that was taken apart, put together."""
         head, answers = await read_samples(placed, self._limits.max_response_bytes, self._clock)
@@ -348,15 +326,42 @@ class AnswerRelay:
         await self.send_whole(200, passed_headers(head), body)
         return unary_verdict(body, self._dialect)
 
+    def answer_now(self, placed: Placed) -> Verdict | None:
+        """Send the answer of a leg of which nothing was read, if it is one document that needs no waiting.
+
+        Returns:
+            How it ended; ``None`` if that is for ``forward`` to find out, and nothing was done.
+        """
+        call = placed.leg.call
+        found = call.whole()
+        if found is None or not self._downstream.takes_now():
+            return None
+        head, body = found
+        if head.status != 200 or head.content_type != JSON or len(body) > self._limits.max_response_bytes:
+            return None
+        placed.leg.first_token()
+        body = placed.ids.apply(body)
+        if not self._downstream.answer_now(head.status, self._headers_of(body, passed_headers(head)), body):
+            raise ValueError("a header that cannot be sent")
+        call.drop_whole()
+        placed.member.last_byte_at = self._note_whole(head.status, body)
+        return self.with_rank(placed, unary_verdict(body, self._dialect), body)
+
     async def send_whole(self, status: int, headers: Headers, body: bytes) -> None:
         """Send a whole answer."""
+        self._note_whole(status, body)
+        await self._downstream.answer(status, self._headers_of(body, headers), body)
+
+    def _headers_of(self, body: bytes, headers: Headers) -> Headers:
+        return [*headers, (b"content-length", b"%d" % len(body)), *self.identity()]
+
+    def _note_whole(self, status: int, body: bytes) -> float:
+        """A whole answer is sent; when that is."""
         self.status = status
         self.silent_since = None
-        self.first_byte_at = self._clock()
         self.bytes_out += len(body)
-        await self._downstream.answer(
-            status, [*headers, (b"content-length", b"%d" % len(body)), *self.identity()], body
-        )
+        self.first_byte_at = now = self._clock()
+        return now
 
     # Errors.
 

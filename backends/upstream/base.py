@@ -129,6 +129,22 @@ class UpstreamCall(Protocol):
             Exception: What ``take`` raises.
         """
 
+    def call_when_ready(self, ready: Callable[[], None]) -> bool:
+        """Call ``ready`` once, when next something has come or the call has ended in any way, interruptions included.
+
+        For one who waits in no task; whoever reads in one comes after it. ``ready`` must not raise; it is called
+        outside of the parser and of ``send``, and within ``close`` and ``interrupt``.
+
+        Returns:
+            Whether it will be called; not if there is something to see already, or this client cannot do it.
+        """
+
+    def whole(self) -> tuple[AnswerHead, bytes] | None:
+        """The answer, if all of it is here, for one who has read nothing of it; it stays to be read. Else ``None``."""
+
+    def drop_whole(self) -> None:
+        """What ``whole`` has shown was taken: it counts as read."""
+
     def interrupt(self) -> None:
         """Make the present ``head`` or ``read`` (or the next, if there is none now) raise ``CallInterrupted``, once.
 

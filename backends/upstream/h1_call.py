@@ -51,6 +51,7 @@ class H1Call:
         "_loop",
         "_parts",
         "_reader",
+        "_ready",
         "_reconnect",
         "_resent",
         "_taker",
@@ -86,6 +87,7 @@ class H1Call:
         self._reader: asyncio.Task[object] | None = None
         self._interrupted: asyncio.Task[object] | bool = False
         self._taker: Callable[[bytes], bool] | None = None
+        self._ready: Callable[[], None] | None = None
         self._resent = False
         self._error: Exception | None = None
         self.written_at: float | None = None
@@ -147,6 +149,25 @@ class H1Call:
             if has_refused:
                 return
 
+    def call_when_ready(self, ready: Callable[[], None]) -> bool:
+        """Tell one who does not wait in a task; see ``UpstreamCall.call_when_ready``."""
+        if self._head is not None or self._error is not None or self._interrupted:
+            return False
+        self._ready = ready
+        return True
+
+    def whole(self) -> tuple[AnswerHead, bytes] | None:
+        """The answer, if it is whole; see ``UpstreamCall.whole``."""
+        if not self._finished or self._head is None or self._error is not None or self._interrupted:
+            return None
+        parts = self._parts
+        return self._head, parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def drop_whole(self) -> None:
+        """It was taken; see ``UpstreamCall.drop_whole``."""
+        self._parts = []
+        self._buffered_bytes = 0
+
     def _hand_over(self, take: Callable[[bytes], bool], waiter: asyncio.Future[None]) -> None:
         """Something has arrived that ``pass_on`` is to give away."""
         try:
@@ -189,6 +210,9 @@ class H1Call:
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
+        elif self._ready is not None:
+            ready, self._ready = self._ready, None
+            ready()
 
     def interrupt(self) -> None:
         """Interrupt the present or next reader; see ``UpstreamCall.interrupt``."""
@@ -229,7 +253,9 @@ class H1Call:
     def on_read_done(self) -> None:
         """One read from the socket has been taken apart: wake the waiter, or pause the worker."""
         waiter = self._waiter
-        if waiter is not None and not waiter.done():
+        if waiter is None:
+            self._wake()
+        elif not waiter.done():
             if self._taker is None or self._finished or self._error is not None or self._interrupted:
                 waiter.set_result(None)
             elif self._parts:
@@ -238,10 +264,9 @@ class H1Call:
             self._connection.pause_reading()
 
     def on_complete(self) -> None:
-        """The answer is complete and the connection no longer belongs to this call."""
+        """The answer is complete and the connection no longer belongs to this call; ``on_read_done`` follows."""
         self._finished = True
         self._connection = None
-        self._wake()
 
     def on_lost(self, error: UpstreamError, *, may_resend: bool) -> None:
         """The connection ended early; a stale pooled one is replaced once, since the worker has read nothing."""

@@ -136,12 +136,13 @@ class H1Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Feed one read to the parser and report to the call once (asyncio callback)."""
-        if self._call is None:
+        call = self._call
+        if call is None:
             # Bytes that no request asked for: the connection cannot be trusted any more.
             self.abandon()
             return
         if self._plain_left_bytes:
-            self._plain_received(self._call, data)
+            self._plain_received(call, data)
             return
         if not self._status:
             self._head_bytes += len(data)
@@ -150,13 +151,11 @@ class H1Connection(asyncio.Protocol):
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
             self._lost(AnswerMalformed(f"not a valid HTTP answer: {exc}"))
             self.abandon()
-            return
-        if not self._status and self._head_bytes > MAX_HEAD_BYTES:
-            self._lost(AnswerMalformed(f"the answer's head is larger than {MAX_HEAD_BYTES} bytes"))
-            self.abandon()
-            return
-        if self._call is not None:
-            self._call.on_read_done()
+        else:
+            if not self._status and self._head_bytes > MAX_HEAD_BYTES:
+                self._lost(AnswerMalformed(f"the answer's head is larger than {MAX_HEAD_BYTES} bytes"))
+                self.abandon()
+        call.on_read_done()  # of a whole answer too, and only now: what comes next may use this connection
 
     def _plain_received(self, call: H1Call, data: bytes) -> None:
         """Take more of a body of known length, of which nothing but its end is to be found."""
@@ -164,11 +163,11 @@ class H1Connection(asyncio.Protocol):
         call.on_data(data if left >= 0 else data[:left])
         if left > 0:
             self._plain_left_bytes = left
-            call.on_read_done()
-            return
-        is_reusable = left == 0 and self._parser.should_keep_alive()
-        self._parser = None  # it waits for the rest of this body
-        self._complete(reusable=is_reusable)
+        else:
+            is_reusable = left == 0 and self._parser.should_keep_alive()
+            self._parser = None  # it waits for the rest of this body
+            self._complete(reusable=is_reusable)
+        call.on_read_done()
 
     def eof_received(self) -> None:
         """The worker closes; the transport follows (asyncio callback).
@@ -182,10 +181,12 @@ class H1Connection(asyncio.Protocol):
         """Report the end to the call, if one is running (asyncio callback)."""
         self._pool.connection_closed(self)
         self._transport = self._parser = None  # the parser holds this object
-        if self._call is None:
+        call = self._call
+        if call is None:
             return
         if self._status and not self._chunked and self._content_length is None and exc is None:
             self._complete(reusable=False)  # a body that ends with the connection
+            call.on_read_done()
             return
         detail = f": {exc}" if exc is not None else ""
         if self._head_bytes:
@@ -239,8 +240,9 @@ class H1Connection(asyncio.Protocol):
             return
         self._status = status
         by_name = dict(self._headers)
-        self._chunked = by_name.get(b"transfer-encoding", b"").lower().find(b"chunked") >= 0
-        length = int(by_name[b"content-length"]) if b"content-length" in by_name and not self._chunked else None
+        coding, size = by_name.get(b"transfer-encoding"), by_name.get(b"content-length")
+        self._chunked = coding is not None and coding.lower().find(b"chunked") >= 0
+        length = int(size) if size is not None and not self._chunked else None
         self._content_length = length
         if length is not None and length >= PLAIN_FROM_BYTES:
             self._plain_left_bytes = length

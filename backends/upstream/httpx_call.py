@@ -125,6 +125,18 @@ class HttpxCall:
             elif not take(await self.read()):
                 return
 
+    def call_when_ready(self, ready: Callable[[], None]) -> bool:
+        """Not to be had here; see ``UpstreamCall.call_when_ready``."""
+        del ready
+        return False
+
+    def whole(self) -> tuple[AnswerHead, bytes] | None:
+        """Not to be had here either; see ``UpstreamCall.whole``."""
+        return None
+
+    def drop_whole(self) -> None:
+        """See ``UpstreamCall.drop_whole``."""
+
     def _drop_parts(self) -> None:
         self._parts.clear()
         self._buffered_bytes = 0

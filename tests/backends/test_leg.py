@@ -41,6 +41,15 @@ class Call:
     async def read(self) -> bytes:
         raise NotImplementedError
 
+    def call_when_ready(self, ready: Callable[[], None]) -> bool:
+        return False
+
+    def whole(self) -> None:
+        return None
+
+    def drop_whole(self) -> None:
+        raise AssertionError("there was none")
+
     async def pass_on(self, take: Callable[[bytes], bool]) -> None:
         raise NotImplementedError
 

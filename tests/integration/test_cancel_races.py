@@ -108,6 +108,15 @@ class ResistingCall:
                 pass
         raise CallClosed("at last")
 
+    def call_when_ready(self, ready: Callable[[], None]) -> bool:
+        return False
+
+    def whole(self) -> None:
+        return None
+
+    def drop_whole(self) -> None:
+        raise AssertionError("there was none")
+
     async def pass_on(self, take: Callable[[bytes], bool]) -> None:
         await self.head()
 
@@ -340,6 +349,15 @@ class EndableCall:
         if self._is_closed:
             raise CallClosed("closed")
         return b""
+
+    def call_when_ready(self, ready: Callable[[], None]) -> bool:
+        return False
+
+    def whole(self) -> None:
+        return None
+
+    def drop_whole(self) -> None:
+        raise AssertionError("there was none")
 
     async def pass_on(self, take: Callable[[bytes], bool]) -> None:
         await self.head()

@@ -6,7 +6,7 @@ import pytest
 
 from backends.leg_events import Cause
 from gateway.data_plane import AsgiDownstream
-from gateway.exchange import TELL_CLIENT_S
+from gateway.stopping import TELL_CLIENT_S
 from tests.fakes.pair_fleet import pair_fleet
 from tests.fakes.running import running_gateway, until
 from tests.fakes.script_engine import Reply, SeenRequest, script_engine

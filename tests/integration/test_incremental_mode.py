@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gateway.relay import BUFFER_BYTES
+from gateway.document import BUFFER_BYTES
 from simulator.options import EngineOptions
 from simulator.server import SimulatedEngine
 from tests.fakes.running import RunningGateway, running_gateway, until

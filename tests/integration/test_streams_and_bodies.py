@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gateway.relay import BUFFER_BYTES
+from gateway.document import BUFFER_BYTES
 from simulator.server import SimulatedEngine
 from tests.fakes.running import RunningGateway, running_gateway
 from tests.fakes.script_engine import Reply, Script, ScriptEngine, SeenRequest, script_engine

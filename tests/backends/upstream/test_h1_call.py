@@ -254,3 +254,115 @@ async def test_calls_do_not_wait_for_each_other(client: H1Client, post: Post, wh
         stage.may_go_on.set()
         assert (await whole(slow))[1] == b"abcdef"
         assert client.idle_connections == 2
+
+
+# One who waits in no task.
+
+
+class Told:
+    """Counts calls, and notes what there was to see at the last."""
+
+    def __init__(self, client: H1Client, call: H1Call) -> None:
+        self.count = 0
+        self.found: tuple[AnswerHead, bytes] | None = None
+        self.idle_connections = 0
+        self._client = client
+        self._call = call
+        assert call.call_when_ready(self)
+
+    def __call__(self) -> None:
+        self.count += 1
+        self.found = self._call.whole()
+        self.idle_connections = self._client.idle_connections
+
+
+@pytest.mark.parametrize("body", [b"abc", b"", b"x" * 1000], ids=len)
+@pytest.mark.parametrize("is_dropped", [True, False], ids=["taken", "read"])
+async def test_an_answer_in_one_piece_is_told_when_its_connection_is_free(
+    body: bytes, is_dropped: bool, client: H1Client, post: Post, whole: Whole
+) -> None:
+    async with raw_server(answers(*[answer(body)] * 3)) as server:
+        for _ in range(3):
+            call = post(server.origin)
+            told = Told(client, call)
+            await until(lambda: told.count > 0, "it is told")  # noqa: B023 -- called in this round
+            assert told.found is not None
+            assert (told.found[0].status, told.found[1], told.idle_connections) == (200, body, 1)
+            assert call.whole() == told.found
+            if is_dropped:
+                call.drop_whole()
+                assert call.is_complete
+                assert await call.read() == b""
+            else:
+                assert await whole(call) == told.found
+            call.close()
+            assert told.count == 1
+        assert len(server.connections) == 1
+
+
+async def test_the_next_request_may_be_sent_as_an_answer_is_told(client: H1Client, post: Post, whole: Whole) -> None:
+    async with raw_server(answers(answer(b"x"), answer(b"y"))) as server:
+        first = post(server.origin)
+        sent: list[H1Call] = []
+        assert first.call_when_ready(lambda: sent.append(post(server.origin)))
+        await until(lambda: bool(sent), "it is told")
+        assert (await whole(sent[0]))[1] == b"y"
+        assert len(server.connections) == 1
+
+
+@pytest.mark.parametrize("size", [20, len(HEAD), len(HEAD) + 3], ids=["in the head", "the head", "in the body"])
+async def test_a_part_of_an_answer_is_told_once(size: int, client: H1Client, post: Post, whole: Whole) -> None:
+    stage = Stage()
+    stage.begin_with(size)
+    async with raw_server(stage) as server:
+        call = post(server.origin)
+        told = Told(client, call)
+        await until(lambda: told.count == 1, "it is told")
+        assert told.found is None
+        stage.may_go_on.set()
+        assert (await whole(call))[1] == b"abcdef"
+        assert told.count == 1
+
+
+@pytest.mark.parametrize("how", ["close", "interrupt", "reset"])
+async def test_the_end_of_a_call_is_told_once(how: str, client: H1Client, post: Post) -> None:
+    async def server_ends(connection: Connection) -> None:
+        await connection.request()
+        if how == "reset":
+            connection.reset()
+        else:
+            getattr(call, how)()
+            await connection.hang()
+
+    async with raw_server(server_ends) as server:
+        call = post(server.origin)
+        told = Told(client, call)
+        await until(lambda: told.count == 1, "it is told")
+        assert told.found is None
+        assert not call.call_when_ready(told)
+        call.close()
+        assert told.count == 1
+
+
+async def test_junk_behind_an_answer_does_not_hold_it_back(client: H1Client, post: Post) -> None:
+    stage = Stage()
+    stage.rest += b"\0\0junk"
+    stage.may_go_on.set()
+    async with raw_server(stage) as server:
+        told = Told(client, post(server.origin))
+        await until(lambda: told.count == 1, "it is told")
+        assert told.found is not None
+        assert told.found[1] == b"abcdef"
+        await until(lambda: client.idle_connections == client.active_connections == 0, "the connection is closed")
+
+
+async def test_an_answer_that_ends_with_its_connection_is_told(client: H1Client, post: Post, whole: Whole) -> None:
+    async def ends(connection: Connection) -> None:
+        await connection.request()
+        await connection.send(b"HTTP/1.1 200 OK\r\n\r\nabc")
+        connection.close()
+
+    async with raw_server(ends) as server:
+        call = post(server.origin)
+        Told(client, call)
+        assert (await whole(call))[1] == b"abc"
