@@ -112,6 +112,7 @@ class StreamAnswer:
         last_events: Names of the events that end a stream; where there are none, ``[DONE]`` ends it, behind an event
             with a finish reason.
         look: Shown every block of whole events as the engine sent it.
+        has_items: It may be that of several items though its ids do not say so.
     """
 
     __slots__ = (
@@ -138,9 +139,11 @@ class StreamAnswer:
         max_event_bytes: int,
         last_events: frozenset[bytes] = frozenset(),
         look: Callable[[bytes], None] | None = None,
+        *,
+        has_items: bool = False,
     ) -> None:
         # One item's end tells the counts of all: of several each has to be seen.
-        self._item_ends = ItemEnds(_LOOK_AT_BYTES) if ids.has_items and not last_events else None
+        self._item_ends = ItemEnds(_LOOK_AT_BYTES) if (ids.has_items or has_items) and not last_events else None
         self._look = look
         self._last_events = last_events
         self._ids = ids

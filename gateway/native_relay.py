@@ -73,7 +73,7 @@ class _Stream:
         self._limit_bytes = limit_bytes
         self._clock = clock
         self._told = placed.native.stream()
-        self._answer = StreamAnswer(placed.ids, limit_bytes)
+        self._answer = StreamAnswer(placed.ids, limit_bytes, has_items=len(placed.native.public_ids) > 1)
         self._turn = asyncio.Lock()
         self._written_at = clock()
         self._is_over = False

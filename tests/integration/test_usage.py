@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
+from simulator.options import EngineOptions
 from simulator.server import SimulatedEngine
 from tests.fakes.pair_fleet import pair_fleet
-from tests.fakes.running import RunningGateway
+from tests.fakes.running import RunningGateway, running_gateway
 from tests.fakes.wire import call
 
 BATCH: dict[str, Any] = {
@@ -29,11 +30,15 @@ async def counted(gateway: RunningGateway, body: dict[str, Any], *, stream: bool
     [pytest.param(BATCH, (23, 15), id="batch"), pytest.param(SAMPLES, (40, 8), id="samples")],
 )
 @pytest.mark.parametrize("stream", [False, True], ids=["unary", "stream"])
-async def test_items_are_added_up(
-    gateway: RunningGateway, engine: SimulatedEngine, body: dict[str, Any], tokens: tuple[int, int], stream: bool
-) -> None:
-    assert await counted(gateway, body, stream=stream) == tokens
-    assert engine.log.requests
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+async def test_items_are_added_up(kind: str, body: dict[str, Any], tokens: tuple[int, int], stream: bool) -> None:
+    engine = SimulatedEngine(EngineOptions(engine=kind))
+    await engine.start()
+    try:
+        async with running_gateway(engine.url) as gateway:
+            assert await counted(gateway, body, stream=stream) == tokens
+    finally:
+        await engine.stop()
 
 
 async def test_a_pairs_batch_likewise() -> None:
