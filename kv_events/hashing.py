@@ -29,6 +29,7 @@ _TOKEN_BYTES: Final = 4
 
 _PAIR: Final = Struct("<QQ").pack
 _IS_LITTLE_ENDIAN: Final = sys.byteorder == "little"
+_NINE: Final = ord("9")
 _IDS: Final = msgspec.json.Decoder(list[int])
 
 
@@ -208,13 +209,23 @@ def parse_ids(raw: bytes) -> bytes:
         ValueError: It is anything but a list of integers in [0, 2^32).
     """
     # numpy reads digits several times faster than a JSON parser makes integers, but it forgives more: an empty list,
-    # numbers of other kinds. What has nothing but these characters, and is valid, can only be a list of integers.
-    if raw[:1] == b"[" and raw[1:2].isdigit() and raw.translate(None, b"0123456789, ") == b"[]":
+    # numbers of other kinds.
+    if raw[:1] == b"[" and raw[1:2].isdigit() and _has_integers_alone(raw):
         ids = np.fromstring(raw[1:-1], dtype=np.int64, sep=",")
         # There is no sign, and what has more than 64 bits is read as the highest number.
         if ids.max() <= _U32:
             return ids.astype("<u4").tobytes()
     return _parse_any(raw)
+
+
+def _has_integers_alone(raw: bytes) -> bool:
+    """Whether a valid JSON list with something in it has nothing but integers from 0 on.
+
+    All else has a letter, a bracket or a brace, which come behind the digits, or one of three other characters. To
+    search for these takes a sixth of the time that it takes to look every character up in a table.
+    """
+    highest = np.frombuffer(raw, np.uint8, len(raw) - 2, 1).max()
+    return bool(highest <= _NINE) and b"-" not in raw and b"." not in raw and b'"' not in raw
 
 
 def parse_plain_ids(raw: bytes) -> bytes:
