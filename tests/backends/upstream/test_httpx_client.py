@@ -186,3 +186,16 @@ async def test_closing_a_client_tells_its_calls(server: PeerServer, tasks: Owned
             await call.head()
         with pytest.raises(ConnectFailed, match="closed"):
             await fetch(client, server.origin, GET)
+
+
+async def test_it_tells_nobody_who_waits_in_no_task(client: HttpxClient, server: PeerServer) -> None:
+    call = client.send(server.origin, GET)
+    assert not call.call_when_ready(lambda: pytest.fail("it said that it would not"))
+    peer = await server.accept()
+    await peer.request()
+    await peer.send(OK)
+    await until(lambda: call.is_over, "the whole answer is here")
+    assert call.whole() is None
+    assert (await call.head()).status == 200
+    assert await call.read() == b"ok"
+    await until(lambda: call.is_complete and not client.active_connections, "the end of the call")
