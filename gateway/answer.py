@@ -344,7 +344,7 @@ class BodyAnswer:
         if not self._is_abort and (_ABORT[0] in data or _ABORT[1] in data):
             self._is_abort = True
         done = 0
-        if b"_" in data:  # in no other place would the counts begin anew
+        if data.find(b"_") >= 0:  # in no other place would the counts begin anew
             done = data.rfind(_SUMS) + 1
             if done:
                 self._counts.clear()

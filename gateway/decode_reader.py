@@ -189,7 +189,7 @@ class DecodeReader:
 
     def _is_cut_short(self, block: bytes) -> bool:
         """The end marker is in it, and not all sequences have ended: vLLM ends so what it has aborted by itself."""
-        if b"[DONE]" not in block or self._finished + len(_FINISHED.findall(block)) >= self._wants.sequences:
+        if block.find(b"[DONE]") < 0 or self._finished + len(_FINISHED.findall(block)) >= self._wants.sequences:
             return False
         return any(data_of(event) == DONE_DATA for event in events(block))
 

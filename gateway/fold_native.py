@@ -98,7 +98,7 @@ class CumulativeFold(EventFold):
     def _before_abort(self, index: int) -> bytes:
         """The item's last event, with the output that an abort in the queue leaves out."""
         data, before = self._last[index], self._before[index]
-        if not before or _QUEUE_ABORT not in data:
+        if not before or data.find(_QUEUE_ABORT) < 0:
             return data
         meta = parse_object(data).get("meta_info", b"null")
         return render((name, meta if name == "meta_info" else raw) for name, raw in parse_object(before).items())

@@ -96,7 +96,7 @@ class SingleId:
 
     def apply(self, block: bytes) -> bytes:
         """Rewrite a block; see ``IdMap``."""
-        if len(block) >= _GATE_BYTES and b'"' not in block:  # one byte is found many times sooner than an id
+        if len(block) >= _GATE_BYTES and block.find(b'"') < 0:  # one byte is found many times sooner than an id
             return self.apply_without_quotes(block)
         return block.replace(self._engine, self._public)
 
@@ -140,7 +140,7 @@ class BatchIds:
 
     def apply(self, block: bytes) -> bytes:
         """Rewrite a block; see ``IdMap``."""
-        if self._common not in block:
+        if block.find(self._common) < 0:
             return block
         return self._pattern.sub(self._replaced, block)
 

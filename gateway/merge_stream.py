@@ -109,7 +109,7 @@ class StreamMerge:
         match = _INDEX_AT_END.search(data, max(len(data) - _TAIL_BYTES, 0))
         if match is not None:
             return _event(b'%b,"index":%b}' % (data[: match.start()], self._index(choice, match[1])))
-        if not self._is_batch and _META in data and data.rstrip().endswith(b"}"):
+        if not self._is_batch and data.find(_META) >= 0 and data.rstrip().endswith(b"}"):
             return _event(b'%b,"index":%b}' % (data[: data.rindex(b"}")], self._index(choice, b"0")))
         fields = parse_object(data)
         if "error" in fields:

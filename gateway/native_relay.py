@@ -168,7 +168,7 @@ class _Stream:
         block = self._answer.feed(block)
         await client.begin_stream(head)
         self._written_at = self._clock()
-        if _ERROR_EVENT in block:
+        if block.find(_ERROR_EVENT) >= 0:
             self._end(leg)
             if _DONE not in block:
                 block += client.end_after_error
