@@ -3,8 +3,10 @@
 Simulated engines with limited caches get the same traffic under every policy: a recorded chat service (``--trace``),
 agents that call tools, and groups of samples. Nothing is timed but virtual seconds, so that a busy machine changes
 nothing; equal arguments give equal figures. ``oracle`` is ``kv-aware`` that sees the engines' caches themselves instead
-of their events; ``kv-aware:4:1:64`` is ``kv-aware`` with a ``prefill_load_scale`` of 4, a ``recompute_weight`` of 1 and
-a ``decode_active_request_weight`` of 64; ``kv-aware/shared``, which may have weights too, is it with that guard.
+of their events, and bounds what knowing can do, not what another choice could; ``kv-aware:4:1:64`` is ``kv-aware`` with
+a ``prefill_load_scale`` of 4, a ``recompute_weight`` of 1 and a ``decode_active_request_weight`` of 64;
+``kv-aware/shared`` is it with that guard; ``kv-aware@80000`` with ``--kv-max-wait-tokens 80000``; ``kv-aware+observed``
+with that prefill load model; ``kv-aware/shared:4:1:64@80000+observed`` is all of it.
 ``--http`` sends a small traffic through real processes besides, to compare.
 """
 
@@ -32,6 +34,11 @@ _WEIGHTS: Final = (
     DEFAULT_COST.recompute_weight,
     DEFAULT_COST.decode_active_request_weight,
 )
+_OBSERVED: Final = "+observed"
+_VARIANT: Final = re.compile(
+    rf"(?P<base>[a-z-]+)(?:/(?P<guard>{'|'.join(get_args(Guard))}))?(?P<weights>(?::[0-9.]+)*)"
+    rf"(?:@(?P<wait>[0-9]+))?(?:{re.escape(_OBSERVED)})?"
+)
 # The order of the report; what it is all about first.
 _ORDER: Final = (
     ORACLE,
@@ -54,22 +61,28 @@ class _Raise(logging.Handler):
         raise RuntimeError(record.getMessage()) from (record.exc_info[1] if record.exc_info else None)
 
 
-def policy_of(name: str, seed: int) -> Router:
+def policy_of(name: str, seed: int, grain: int = 1) -> Router:
     """Make a policy by its name here.
+
+    Args:
+        name: As in the module's docstring.
+        seed: Of its random choices.
+        grain: Tokens that a simulated one stands for.
 
     Raises:
         ValueError: There is no such policy.
     """
-    named, *weights = name.split(":")
-    base, _, guard = named.partition("/")
-    if guard not in ("", *get_args(Guard)) or len(weights) > len(_WEIGHTS):
+    found = _VARIANT.fullmatch(name)
+    weights = found["weights"].split(":")[1:] if found else []
+    if found is None or len(weights) > len(_WEIGHTS):
         raise ValueError(f"unknown policy {name!r}")
     scale, recompute, per_request = [*map(float, weights), *_WEIGHTS[len(weights) :]]
-    parameters = CostParameters(
-        prefill_load_scale=scale, recompute_weight=recompute, decode_active_request_weight=per_request
-    )
     return make_policy(
-        KvAware.name if base == ORACLE else base, seed, parameters, guard=cast(Guard, guard) if guard else "all"
+        KvAware.name if found["base"] == ORACLE else found["base"],
+        seed,
+        CostParameters(prefill_load_scale=scale, recompute_weight=recompute, decode_active_request_weight=per_request),
+        guard=cast(Guard, found["guard"] or "all"),
+        max_wait_tokens=int(found["wait"] or 0) // grain,
     )
 
 
@@ -79,12 +92,13 @@ def run(name: str, traffic: Traffic, setup: Setup, seed: int) -> Figures:
     Raises:
         RuntimeError: The gateway's part had something to log.
     """
-    return Run(policy_of(name, seed), setup, is_oracle=_base(name) == ORACLE).go(traffic)
+    policy = policy_of(name, seed, setup.grain)
+    return Run(policy, setup, is_oracle=_base(name) == ORACLE, observes=name.endswith(_OBSERVED)).go(traffic)
 
 
 def _base(name: str) -> str:
     """The policy that a name is a variant of."""
-    return re.split("[:/]", name)[0]
+    return re.split("[:/@+]", name)[0]
 
 
 def heading() -> str:
@@ -115,7 +129,7 @@ def row(name: str, figures: Figures) -> str:
 def _traffics(options: argparse.Namespace) -> Iterator[Traffic]:
     rng = random.Random(options.seed)
     if options.trace is not None and "conversations" in options.traffic:
-        yield recorded(options.trace, requests=options.requests, speedup=options.speedup)
+        yield recorded(options.trace, first=options.first, requests=options.requests, speedup=options.speedup)
     if "agents" in options.traffic:
         yield tool_agents(rng, sessions=options.sessions)
     if "groups" in options.traffic:
@@ -128,7 +142,8 @@ def _options() -> argparse.Namespace:
     add(
         "--trace", type=Path, help="recorded requests, JSON lines, perhaps compressed; without it that part is left out"
     )
-    add("--requests", type=int, default=2000, help="of the trace, from the first")
+    add("--first", type=int, default=0, help="request of the trace that is the first one sent")
+    add("--requests", type=int, default=2000, help="of the trace, from there")
     add("--speedup", type=float, default=1.2, help="how much faster than recorded the trace is sent")
     add("--sessions", type=int, default=300, help="of agents")
     add("--groups", type=int, default=300, help="of samples")
@@ -137,7 +152,8 @@ def _options() -> argparse.Namespace:
         "--policies",
         nargs="+",
         default=list(_ORDER),
-        help="names, or oracle, each perhaps with /GUARD and :SCALE, :SCALE:RECOMPUTE or :SCALE:RECOMPUTE:REQUEST",
+        help="names, or oracle, each perhaps with /GUARD, :SCALE, :SCALE:RECOMPUTE or :SCALE:RECOMPUTE:REQUEST, "
+        "@MAX_WAIT_TOKENS and +observed, in this order",
     )
     add("--engines", type=int, default=8)
     add(

@@ -163,6 +163,7 @@ class Run:
         setup: The engines.
         is_oracle: It sees the caches themselves.
         predicts: Blocks are assumed to be where a request with them was just sent.
+        observes: Prefill counts less by the time that it takes, as with ``--kv-prefill-load-model observed``.
 
     Attributes:
         caches: What the router knows by events.
@@ -170,13 +171,21 @@ class Run:
         figures: Of what was sent so far.
     """
 
-    def __init__(self, policy: Router, setup: Setup, *, is_oracle: bool = False, predicts: bool = True) -> None:
+    def __init__(
+        self,
+        policy: Router,
+        setup: Setup,
+        *,
+        is_oracle: bool = False,
+        predicts: bool = True,
+        observes: bool = False,
+    ) -> None:
         self._policy = policy
         self._setup = setup
         self._clock = Clock()
         self._seen = SeenCaches() if is_oracle else None
         self.caches = Caches(self._clock, setup.event_delay_s, self._seen or PrefixIndex())
-        self._fleet = Fleet()
+        self._fleet = Fleet(prefill_clock=(lambda: self._clock.now) if observes else None)
         self._prefixes = Prefixes(
             policy.name,
             cast(KvView, self.caches),

@@ -90,7 +90,7 @@ def token_ids(pieces: Sequence[Piece], grain: int = 1) -> list[int]:
     return ids
 
 
-def recorded(path: Path, *, requests: int, speedup: float) -> Traffic:
+def recorded(path: Path, *, requests: int, speedup: float, first: int = 0) -> Traffic:
     """Read a trace of a chat service: JSON lines, perhaps compressed.
 
     Each line has ``timestamp`` (ms), ``input_length``, ``output_length`` and ``hash_ids``, one for each 512 tokens of
@@ -100,27 +100,31 @@ def recorded(path: Path, *, requests: int, speedup: float) -> Traffic:
 
     Args:
         path: The file.
-        requests: How many, from the first.
+        requests: How many.
         speedup: Divides all distances in time.
+        first: Number of the first one, which is sent at once.
 
     Raises:
         ValueError: A line is no such request.
     """
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
-        rows = [_row(line) for line in islice(lines, requests + 1)]
-    moments = sorted({row[0] for row in rows})
-    following = dict(pairwise(moments))
-    same = {moment: [row for row in rows if row[0] == moment] for moment in moments}
+        rows = [_row(line) for line in islice(lines, first, first + requests + 1)]
+    same: dict[int, list[tuple[int, int, int, list[int]]]] = {}
+    for row in rows:
+        same.setdefault(row[0], []).append(row)
+    following = dict(pairwise(sorted(same)))
+    begun = rows[0][0] if rows else 0
     turns = []
-    for moment, group in same.items():
+    for moment, group in sorted(same.items()):
         step = (following.get(moment, moment) - moment) / len(group)
         for number, (_, length, output, ids) in enumerate(group):
             full = [Piece(seed, TRACE_PIECE_TOKENS) for seed in ids[:-1]]
             last = Piece(ids[-1], length - TRACE_PIECE_TOKENS * len(full))
             session = f"conversation-{ids[1] if len(ids) > 1 else ids[0]}"
-            turns.append(Turn((moment + step * number) / 1000 / speedup, (*full, last), output, session))
+            turns.append(Turn((moment - begun + step * number) / 1000 / speedup, (*full, last), output, session))
     turns = turns[:requests]
-    return Traffic("conversations", turns, f"{len(turns)} recorded requests, {speedup:g} times as fast")
+    about = f"{len(turns)} recorded requests from number {first} on, {speedup:g} times as fast"
+    return Traffic("conversations", turns, about)
 
 
 def _row(line: str) -> tuple[int, int, int, list[int]]:

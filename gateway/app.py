@@ -138,7 +138,11 @@ class Gateway:
 
     def _make_services(self, settings: Settings) -> Services:
         live = LiveRequests()
-        fleet = Fleet(self._worker_changed, lambda: self.services.waiting.wake())
+        fleet = Fleet(
+            self._worker_changed,
+            lambda: self.services.waiting.wake(),
+            time.monotonic if settings.kv_prefill_load_model == "observed" else None,
+        )
         metrics = Metrics(
             in_flight=lambda: len(live),
             knows_model=lambda model: model in fleet.models,
@@ -160,7 +164,12 @@ class Gateway:
             decode_active_request_weight=settings.kv_request_weight,
         )
         policy = make_policy(
-            settings.policy, settings.seed, cost, temperature=settings.kv_temperature, guard=settings.kv_guard
+            settings.policy,
+            settings.seed,
+            cost,
+            temperature=settings.kv_temperature,
+            guard=settings.kv_guard,
+            max_wait_tokens=settings.kv_max_wait_tokens,
         )
         return Services(
             limits=Limits(
@@ -194,6 +203,7 @@ class Gateway:
                 cost,
                 temperature=settings.kv_temperature,
                 guard=settings.kv_guard,
+                max_wait_tokens=settings.kv_max_wait_tokens,
             ),
             client=self._client,
             backends={

@@ -104,6 +104,17 @@ class Settings(BaseModel):
         "crowded workers that they pass over: all that have a part of the prompt cached, or those of which others "
         "have or use half of that part",
     )
+    kv_max_wait_tokens: int = declare(
+        0,
+        "prefill for which they let a first token wait longer than on the worker where it is soonest; 0 for no limit",
+        "prompt tokens",
+        ge=0,
+    )
+    kv_prefill_load_model: Literal["none", "observed"] = declare(
+        "none",
+        "how prefill that goes on counts to them: in full until its first token, or less by the time that it takes, "
+        "at the worker's observed pace",
+    )
     upstream_mode: Literal["match", "incremental"] = declare(
         "match", "match: ask engines in the client's stream mode; incremental: always stream and fold for unary clients"
     )

@@ -25,6 +25,8 @@ class Fleet:
     Args:
         on_change: Told of every worker whose state or facts have changed, and of removed ones.
         on_room: Told when there may be room where there was none, all else being as it was.
+        prefill_clock: Monotonic seconds, by which to tell how much of a rank's prefill is done; ``None`` counts each
+            in full until its first token.
 
     Attributes:
         full: Ranks that have as many requests as they are given at once.
@@ -33,11 +35,15 @@ class Fleet:
     """
 
     def __init__(
-        self, on_change: Callable[[Member], None] = lambda member: None, on_room: Callable[[], None] = lambda: None
+        self,
+        on_change: Callable[[Member], None] = lambda member: None,
+        on_room: Callable[[], None] = lambda: None,
+        prefill_clock: Callable[[], float] | None = None,
     ) -> None:
         self._members: dict[str, Member] = {}
         self._on_change = on_change
         self._on_room = on_room
+        self._prefill_clock = prefill_clock
         self._ready: dict[str, tuple[Candidate, ...]] = {}
         self._pools: dict[str, Pools] = {}
         self._paired: frozenset[str] = frozenset()
@@ -65,6 +71,8 @@ class Fleet:
         self._members[member.worker.id] = member
         member.on_change = self._changed
         member.on_fullness = self._fullness_changed
+        if self._prefill_clock is not None:
+            member.time_prefills(self._prefill_clock)
         self.full.update(load for load in member.loads if load.is_full)
         self._changed(member)
 

@@ -14,11 +14,13 @@ from routers.types import BlockGroup, Candidate, Placement, PromptBlocks, RouteR
 CROWDED_ABOVE_MEAN: Final = 4
 CROWDED_TIMES_MEAN: Final = 1.5
 CROWDED: Final = "crowded"
+LATE: Final = "late"
 
 # Which crowded ranks are passed over: all that have a part of the prompt, or those that have what others have or use.
 Guard = Literal["all", "shared"]
 
 _Parts = tuple[float, float, float, float, int, float]
+_RAW: Final = Cost._fields.index("raw_prefill_blocks")
 _CREDIT: Final = Cost._fields.index("credit_blocks")
 
 
@@ -36,9 +38,11 @@ class KvAware:
         guard: ``"all"`` passes over every crowded rank whose cache holds a part of the prompt; ``"shared"`` those of
             which at least half of that part is held by another rank too, or is used by requests that run there now.
             It leaves a session with its history, which nobody else has.
+        max_wait_tokens: Prefill, in prompt tokens, that the first token may wait for longer than on the rank where
+            the least is to be computed until then; ranks where it is more are passed over. 0 for no limit.
 
     Raises:
-        ValueError: The temperature is negative, infinite, or no number.
+        ValueError: The temperature is negative, infinite, or no number, or the tokens are negative.
     """
 
     name = "kv-aware"
@@ -50,13 +54,17 @@ class KvAware:
         *,
         temperature: float = 0.0,
         guard: Guard = "all",
+        max_wait_tokens: int = 0,
     ) -> None:
         if not (math.isfinite(temperature) and temperature >= 0):
             raise ValueError(f"temperature is {temperature}, must be finite and at least 0")
+        if max_wait_tokens < 0:
+            raise ValueError(f"max_wait_tokens is {max_wait_tokens}, must be at least 0")
         self._rng = rng
         self._parameters = parameters
         self._temperature = temperature
         self._guard = guard
+        self._max_wait_tokens = max_wait_tokens
         self._without_blocks = LeastLoaded(rng)
 
     def select(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Placement:
@@ -77,7 +85,7 @@ class KvAware:
             return explain_load(request, candidates)
         explained = []
         smallest = _smallest_block(request)
-        totals, costs, missing, crowded = self._weigh(request, candidates)
+        totals, costs, missing, crowded, late = self._weigh(request, candidates)
         for index, candidate in enumerate(candidates):
             prompt, load = _prompt_for(request, candidate.group), candidate.load
             cost = Cost(*with_recompute(self._parameters, costs[index], missing[index]))
@@ -87,10 +95,10 @@ class KvAware:
                     overlap_blocks=_on_device(prompt, candidate),
                     prompt_blocks=prompt.full_blocks,
                     active_blocks=load.blocks,
-                    active_prefill_tokens=load.prefill_tokens,
+                    active_prefill_tokens=load.left_tokens(),
                     in_flight=load.in_flight,
                     cost=cost.total * prompt.block_size / smallest,
-                    excluded=CROWDED if totals[index] == math.inf else None,
+                    excluded=LATE if index in late else CROWDED if totals[index] == math.inf else None,
                     parts=cost,
                     is_kept=index in crowded and totals[index] < math.inf,
                 )
@@ -99,13 +107,13 @@ class KvAware:
 
     def _weigh(
         self, request: RouteRequest, candidates: Sequence[Candidate]
-    ) -> tuple[list[float], list[_Parts], list[float], list[int]]:
+    ) -> tuple[list[float], list[_Parts], list[float], list[int], list[int]]:
         """Compute what is compared, and what is behind it, by number of the candidate.
 
         Returns:
             Blocks of the smallest size among the prompts, since one of 64 tokens is not to be compared with one of 16,
             and infinity where a candidate is passed over; costs; blocks that would be computed anew though another one
-            has them; numbers of those that are crowded.
+            has them; numbers of those that are crowded; and of those where the first token would be too late.
         """
         parameters = self._parameters
         costs: list[_Parts] = []
@@ -113,7 +121,7 @@ class KvAware:
         sizes: list[int] = []
         least_prefill = 0
         if parameters.overlap_score_credit_decay:
-            least_prefill = min([candidate.load.prefill_tokens for candidate in candidates])
+            least_prefill = min([candidate.load.left_tokens() for candidate in candidates])
         prompt, group = None, None
         for candidate in candidates:
             # Workers that cut alike mostly have the same object for it.
@@ -135,7 +143,7 @@ class KvAware:
                 parameters,
                 block_size,
                 tokens,
-                load.prefill_tokens,
+                load.prefill_tokens if load.pace is None else load.left_tokens(),
                 least_prefill,
                 load.blocks + new if new > 0 else load.blocks,
                 load.in_flight,
@@ -157,7 +165,17 @@ class KvAware:
         for index in crowded:
             if self._guard == "all" or _is_shared(request, candidates, candidates[index]):
                 totals[index] = math.inf
-        return totals, costs, missing, crowded
+        late = self._late(totals, costs, sizes) if self._max_wait_tokens else []
+        for index in late:
+            totals[index] = math.inf
+        return totals, costs, missing, crowded, late
+
+    def _late(self, totals: list[float], costs: list[_Parts], sizes: list[int]) -> list[int]:
+        """Which of those that are not passed over would have to wait too long; never all of them."""
+        ahead = [(cost[_RAW] - cost[_CREDIT]) * size for cost, size in zip(costs, sizes, strict=True)]
+        open_ = [index for index, total in enumerate(totals) if total < math.inf]
+        latest = min([ahead[index] for index in open_], default=0.0) + self._max_wait_tokens
+        return [index for index in open_ if ahead[index] > latest]
 
     def _cheapest(self, totals: list[float], candidates: Sequence[Candidate]) -> int:
         least = min(totals)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from routers.block_tree import BlockTree, Run
+from routers.prefill_pace import PrefillPace
 
 
 class RankLoad:
@@ -15,10 +16,11 @@ class RankLoad:
         in_flight: Requests, or items of batches, that run or wait there.
         blocks: KV blocks of their prompts; those known by hash count once, however many requests share them.
         prefill_tokens: Prompt tokens whose prefill has not ended.
+        pace: Estimates how much of that is done; ``None`` where it counts in full until its end.
         is_full: ``in_flight`` has reached the limit, or passed it: a batch is taken whole while there is any room.
     """
 
-    __slots__ = ("_limit", "_on_fullness", "_tree", "blocks", "in_flight", "is_full", "prefill_tokens")
+    __slots__ = ("_limit", "_on_fullness", "_tree", "blocks", "in_flight", "is_full", "pace", "prefill_tokens")
 
     def __init__(self, on_fullness: "Callable[[RankLoad], None]" = lambda load: None) -> None:
         self._limit = float("inf")
@@ -26,6 +28,7 @@ class RankLoad:
         self.in_flight = 0
         self.blocks = 0
         self.prefill_tokens = 0
+        self.pace: PrefillPace | None = None
         self._tree = BlockTree()
         self.is_full = False
 
@@ -44,6 +47,10 @@ class RankLoad:
     def is_idle(self) -> bool:
         """Nothing is booked."""
         return not (self.in_flight or self.blocks or self.prefill_tokens)
+
+    def left_tokens(self) -> int:
+        """Prompt tokens that are still to be computed, as far as that can be told."""
+        return self.prefill_tokens if self.pace is None else self.prefill_tokens - self.pace.done_tokens()
 
     def shared_blocks(self, block_hashes: Sequence[int]) -> int:
         """Count the leading blocks of a prompt, by sequence hash, that live requests here use already."""
@@ -94,12 +101,13 @@ class RankBooking:
         load.in_flight += requests
         load.blocks += blocks
         load.prefill_tokens += prefill_tokens
+        if load.pace is not None and prefill_tokens:
+            load.pace.begin(self, prefill_tokens)
         load.note()
 
     def first_token(self) -> None:
         """The prefill has ended: give its tokens back."""
-        self._load.prefill_tokens -= self._prefill_tokens
-        self._prefill_tokens = 0
+        self._end_prefill(is_computed=True)
 
     def release(self) -> None:
         """Give everything back.
@@ -110,11 +118,18 @@ class RankBooking:
         if self._is_released:
             raise RuntimeError("a booking was released twice")
         self._is_released = True
+        self._end_prefill(is_computed=False)
         load = self._load
-        load.prefill_tokens -= self._prefill_tokens
-        self._prefill_tokens = 0
         load.in_flight -= self._requests
         load.blocks -= self._blocks
         if self._chain is not None:
             load.release_chain(self._chain)
         load.note()
+
+    def _end_prefill(self, *, is_computed: bool) -> None:
+        if self._prefill_tokens:
+            load = self._load
+            load.prefill_tokens -= self._prefill_tokens
+            self._prefill_tokens = 0
+            if load.pace is not None:
+                load.pace.end(self, is_computed=is_computed)

@@ -10,6 +10,7 @@ from typing import Final
 from backends.types import EngineFacts, EngineKind, ProbeResult, Role, Worker
 from routers.breaker import Breaker
 from routers.load import RankLoad
+from routers.prefill_pace import PrefillPace
 
 # More digits are no version that anybody counts up.
 MAX_VERSION_DIGITS = 64
@@ -53,6 +54,7 @@ class Member:
     """
 
     __slots__ = (
+        "_clock",
         "_failures",
         "_healthy_after",
         "_is_draining",
@@ -109,6 +111,7 @@ class Member:
         self.on_change: Callable[[Member], None] = lambda member: None
         self.on_fullness: Callable[[RankLoad], None] = lambda load: None
         self._loads: list[RankLoad] = []
+        self._clock: Callable[[], float] | None = None
         self._names: tuple[str, ...] = (pinned_model,) if pinned_model else ()
         self._failures = 0
         self._successes = 0
@@ -197,6 +200,16 @@ class Member:
         limit = self.max_in_flight or IN_FLIGHT_PER_RUNNING * (running or 0)
         return max(math.ceil(limit / max(self.dp_size, 1)), 1)
 
+    def time_prefills(self, clock: Callable[[], float]) -> None:
+        """Estimate from now on how much of each rank's prefill is done."""
+        self._clock = clock
+        for load in self._loads:
+            self._pace(load)
+
+    def _pace(self, load: RankLoad) -> None:
+        if self._clock is not None:
+            load.pace = PrefillPace(self._clock)
+
     def load_of(self, dp_rank: int) -> RankLoad:
         """Booked load of one rank."""
         return self._loads[dp_rank]
@@ -207,6 +220,7 @@ class Member:
         self._names = tuple(dict.fromkeys((self.pinned_model or facts.model_id, *facts.models)))
         while len(self._loads) < facts.dp_size:
             self._loads.append(RankLoad(lambda load: self.on_fullness(load)))
+            self._pace(self._loads[-1])
         for load in self._loads:
             load.set_limit(self.max_in_flight_per_rank)
         self.is_identified = True

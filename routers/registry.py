@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from routers.base import Router
 from routers.consistent_hash import ConsistentHash
@@ -35,6 +36,7 @@ def make_policy(
     *,
     temperature: float = 0.0,
     guard: Guard = "all",
+    max_wait_tokens: int = 0,
 ) -> Router:
     """Make a policy by name.
 
@@ -44,13 +46,14 @@ def make_policy(
         parameters: For the policies that go by cost.
         temperature: The same; see ``KvAware``.
         guard: The same.
+        max_wait_tokens: The same.
 
     Raises:
         ValueError: There is no such policy, or the temperature is none.
     """
     constructor, rng = _constructor(name), random.Random(seed)
     if constructor is KvAware or constructor is PrefixApproximate:
-        return constructor(rng, parameters, temperature=temperature, guard=guard)
+        return constructor(rng, parameters, temperature=temperature, guard=guard, max_wait_tokens=max_wait_tokens)
     return constructor(rng)
 
 
@@ -62,6 +65,7 @@ def make_pairs(
     *,
     temperature: float = 0.0,
     guard: Guard = "all",
+    max_wait_tokens: int = 0,
 ) -> PairRouter:
     """Make what chooses where prefill and decode workers serve a model.
 
@@ -74,15 +78,16 @@ def make_pairs(
         parameters: For the policies that go by cost; in prefill, blocks in use count for nothing.
         temperature: The same; see ``KvAware``.
         guard: The same.
+        max_wait_tokens: The same.
 
     Raises:
         ValueError: There is no such policy, or the temperature is none.
     """
-    of_prefill = replace(parameters, track_active_blocks=False)
+    make = partial(make_policy, name, seed, temperature=temperature, guard=guard, max_wait_tokens=max_wait_tokens)
     return PairRouter(
-        prefill=make_policy(name, seed, of_prefill, temperature=temperature, guard=guard),
+        prefill=make(replace(parameters, track_active_blocks=False)),
         decode=KvAware(random.Random(seed), DECODE_COST),
-        alone=make_policy(name, seed, parameters, temperature=temperature, guard=guard),
+        alone=make(parameters),
         short_prompt_tokens=short_prompt_tokens,
     )
 

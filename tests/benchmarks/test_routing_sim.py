@@ -58,10 +58,13 @@ def test_variants_of_a_policy_have_names() -> None:
     assert run("kv-aware/all:1:16:0", agents(), SETUP, 1).ttft_s == plain.ttft_s
     assert run("kv-aware:1:0:64", agents(), SETUP, 1).ttft_s != plain.ttft_s
     assert len(shared.ttft_s) == len(plain.ttft_s)
+    assert run("kv-aware@1000+observed", agents(), SETUP, 1).ttft_s != plain.ttft_s
     assert policy_of("round-robin", 1).name == "round-robin"
 
 
-@pytest.mark.parametrize("name", ["kv-unaware", "kv-aware/none", "kv-aware:1:2:3:4", "kv-aware:x", "kv-aware:-1"])
+@pytest.mark.parametrize(
+    "name", ["kv-unaware", "kv-aware/none", "kv-aware:1:2:3:4", "kv-aware:x", "kv-aware:-1", "kv-aware@", "kv-aware+"]
+)
 def test_what_is_no_policy_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"unknown policy|could not convert|must be in"):
         policy_of(name, 1)
@@ -90,6 +93,8 @@ def test_a_recorded_trace_is_read(tmp_path: Path) -> None:
         for at, length, ids in rows
     ]
     path.write_text("\n".join(lines), "utf-8")
+    later = recorded(path, requests=1, speedup=2.0, first=1)
+    assert [(turn.after_s, sum(piece.tokens for piece in turn.pieces)) for turn in later.turns] == [(0.0, 512)]
     traffic = recorded(path, requests=10, speedup=2.0)
     assert [turn.after_s for turn in traffic.turns] == [0.0, 0.75, 1.5]
     assert [sum(piece.tokens for piece in turn.pieces) for turn in traffic.turns] == [700, 512, 1024]

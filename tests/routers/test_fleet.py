@@ -412,3 +412,15 @@ def test_a_breaker_that_closes_gives_room() -> None:
     assert fleet.tripped == {"w"}
     fleet.succeeded(one)
     assert (fleet.tripped, told) == (set(), ["room"])
+
+
+@pytest.mark.parametrize("is_known_first", [True, False])
+def test_prefills_are_timed_on_all_ranks_where_the_fleet_has_a_clock(is_known_first: bool) -> None:
+    one = ready(dp_size=2) if is_known_first else member()
+    fleet = Fleet(prefill_clock=lambda: 1.0)
+    fleet.add(one)
+    one.identified(replace(FACTS, dp_size=3))
+    assert [load.pace is not None for load in one.loads] == [True] * 3
+    other = ready("v")
+    fleet_of(other)
+    assert other.load_of(0).pace is None

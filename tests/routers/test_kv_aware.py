@@ -16,6 +16,7 @@ from routers.cost import Cost, CostParameters, placement_cost
 from routers.explain import Explained
 from routers.kv_aware import Guard, KvAware
 from routers.load import RankLoad
+from routers.prefill_pace import PrefillPace
 from routers.types import BlockGroup, Candidate, PromptBlocks, RankKey, RouteRequest
 
 GROUP = BlockGroup(EngineKind.SGLANG, 16)
@@ -215,6 +216,70 @@ def test_the_guard(guard: Guard, case: str) -> None:
     candidates[1].load.book(requests=9, blocks=0, prefill_tokens=0)  # the mean is higher: the first is not crowded
     first = policy.explain(asked, candidates)[0]
     assert (first.excluded, first.is_kept) == (None, False)
+
+
+# The limit of waiting. A hundred blocks are on the first of three ranks, so that 1,600 tokens are computed elsewhere;
+# case to: limit, tokens to prefill on each rank, which are too late, and where the request goes.
+
+WAITS: dict[str, tuple[int, tuple[int, int, int], set[str], str]] = {
+    "no limit": (0, (10**6, 0, 160), set(), "w0"),
+    "waits no longer than computing anew takes": (1, (1600, 0, 160), {"w2"}, "w0"),
+    "waits for as long as it may": (800, (2400, 0, 160), set(), "w0"),
+    "would wait longer": (800, (2401, 0, 160), {"w0"}, "w1"),
+    "others would wait longer than the one with the cache": (800, (0, 0, 160), {"w1", "w2"}, "w0"),
+    "only the soonest is left": (1, (2401, 160, 0), {"w0", "w1"}, "w2"),
+}
+
+
+@pytest.mark.parametrize("case", WAITS)
+@pytest.mark.parametrize("guard", ["all", "shared"])
+def test_the_limit_of_waiting(guard: Guard, case: str) -> None:
+    limit, tokens, late, where = WAITS[case]
+    candidates, asked = ranks(3), request(1600, device={"w0": 100})
+    for candidate, waiting in zip(candidates, tokens, strict=True):
+        busy(candidate, tokens=waiting)
+    policy = KvAware(random.Random(1), CostParameters(recompute_weight=1000.0), guard=guard, max_wait_tokens=limit)
+    assert chosen(candidates, asked, policy) == where
+    assert {one.worker_id for one in policy.explain(asked, candidates) if one.excluded == "late"} == late
+
+
+def test_who_is_crowded_does_not_make_the_others_late() -> None:
+    candidates, asked = ranks(2), request(1600, device={"w0": 100})
+    busy(candidates[0], requests=9)
+    busy(candidates[1], tokens=10_000)
+    policy = KvAware(random.Random(1), max_wait_tokens=100)
+    assert [one.excluded for one in policy.explain(asked, candidates)] == ["crowded", None]
+    assert chosen(candidates, asked, policy) == "w1"
+
+
+def test_waits_are_compared_in_tokens_whatever_the_size_of_blocks() -> None:
+    narrow, wide = ranks(1)[0], Candidate(RankKey("v", 0), RankLoad(), WIDE)
+    busy(narrow, tokens=1000)
+    asked = RouteRequest(640, None, {**request(640).prompts, WIDE: PromptBlocks(64, 640, range(10))})
+    for limit, late in ((999, ["late", None]), (1000, [None, None])):
+        policy = KvAware(random.Random(1), max_wait_tokens=limit)
+        assert [one.excluded for one in policy.explain(asked, [narrow, wide])] == late
+
+
+def test_a_negative_limit_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_wait_tokens is -1"):
+        KvAware(random.Random(1), max_wait_tokens=-1)
+
+
+def test_prefill_counts_by_what_is_left_of_it() -> None:
+    time, candidates = [0.0], ranks(2)
+    for candidate in candidates:
+        candidate.load.pace = PrefillPace(lambda: time[0])
+    first = candidates[0].load.book(requests=1, blocks=0, prefill_tokens=1600)
+    time[0] = 1.0
+    first.first_token()
+    busy(candidates[0], tokens=1600)
+    busy(candidates[1], tokens=1200)
+    assert chosen(candidates, request(160)) == "w1"
+    time[0] = 1.5
+    assert chosen(candidates, request(160)) == "w0"  # half of it is done; what w1 does is not known
+    explained = KvAware(random.Random(1), PLAIN).explain(request(160), candidates)
+    assert [one.active_prefill_tokens for one in explained] == [800, 1200]
 
 
 # What is not known.

@@ -65,6 +65,20 @@ def test_the_guard_counts_for_prefill_and_for_one_worker_alone(name: str, guard:
         assert policy.select(asked, ranks).candidate is ranks[where]
 
 
+@pytest.mark.parametrize("name", sorted(BLOCK_POLICIES))
+@pytest.mark.parametrize(("limit", "where"), [({}, 0), ({"max_wait_tokens": 800}, 1)], ids=["default", "limit"])
+def test_the_limit_of_waiting_counts_for_prefill_and_for_one_worker_alone(
+    name: str, limit: dict[str, Any], where: int
+) -> None:
+    group = BlockGroup(EngineKind.SGLANG, 16)
+    ranks = [Candidate(RankKey(one, 0), RankLoad(), group) for one in ("behind", "idle")]
+    ranks[0].load.book(requests=1, blocks=0, prefill_tokens=1600)
+    asked = RouteRequest(160, None, {group: PromptBlocks(16, 160, range(10), Overlap({("behind", 0): 10}))})
+    pairs = make_pairs(name, 1, **limit)
+    for policy in (pairs.prefill, pairs.alone, make_policy(name, 1, **limit)):
+        assert policy.select(asked, ranks).candidate is ranks[where]
+
+
 @pytest.mark.parametrize("name", [None, *sorted(POLICIES)])
 def test_a_policy_chooses_prefill_and_decode_goes_by_load(name: str | None) -> None:
     pairs = make_pairs(name, 1, 7)
