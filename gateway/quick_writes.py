@@ -7,6 +7,7 @@ is left to them.
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from backends.upstream.base import Headers
+from backends.upstream.h1_request import header_lines
 
 # Larger bodies are not copied into one buffer with the head.
 JOIN_BODY_BELOW_BYTES = 64 * 1024
@@ -42,16 +43,14 @@ def write_whole(
     """
     if status in (204, 304) or not takes_whole(cycle):
         return False
-    lines = [*map(b": ".join, default_headers), *map(b": ".join, headers)]
-    head = b"\r\n".join(lines)
-    breaks = len(lines) - 1
-    if head.count(b"\n") != breaks or head.count(b"\r") != breaks or head.find(b"\0") >= 0:
+    lines = header_lines([*default_headers, *headers])
+    if lines is None:
         return False  # uvicorn raises
     cycle.response_started = cycle.response_complete = True
     if len(body) < JOIN_BODY_BELOW_BYTES:
-        cycle.transport.write(b"%b%b\r\n\r\n%b" % (STATUS_LINE[status], head, body))
+        cycle.transport.write(b"%b%b\r\n%b" % (STATUS_LINE[status], lines, body))
     else:
-        cycle.transport.writelines([STATUS_LINE[status], head, b"\r\n\r\n", body])
+        cycle.transport.writelines([STATUS_LINE[status], lines, b"\r\n", body])
     cycle.message_event.set()
     cycle.on_response()
     return True

@@ -3,7 +3,7 @@
 import functools
 
 from backends.errors import RequestUnsendable
-from backends.upstream.base import Origin, UpstreamRequest
+from backends.upstream.base import Headers, Origin, UpstreamRequest
 
 
 def request_head(origin: Origin, request: UpstreamRequest) -> bytes:
@@ -15,14 +15,26 @@ def request_head(origin: Origin, request: UpstreamRequest) -> bytes:
         RequestUnsendable: A line break or NUL in a header, or anything but visible ASCII in the request line.
     """
     length = sum(map(len, request.body))
-    lines = [_first_lines(origin, request.method, request.path), *map(b": ".join, request.headers)]
+    headers = request.headers
     if length or request.method != "GET":
-        lines.append(b"content-length: %d" % length)
-    head = b"\r\n".join(lines)
-    breaks = len(lines)  # the first of them is two lines
-    if head.count(b"\n") != breaks or head.count(b"\r") != breaks or head.find(b"\0") >= 0:
+        headers = [*headers, (b"content-length", b"%d" % length)]
+    lines = header_lines(headers)
+    if lines is None:
         raise RequestUnsendable("a header holds a line break or NUL")
-    return head + b"\r\n\r\n"
+    return b"%b%b\r\n" % (_first_lines(origin, request.method, request.path), lines)
+
+
+def header_lines(headers: Headers) -> bytes | None:
+    """Headers as they are written, each line with its end; ``None`` if one of them holds a line break or NUL.
+
+    Those are looked for one by one, since ``count`` before Python 3.13 takes as long as ten times ``find``.
+    """
+    lines = [*map(b": ".join, headers)]
+    text = b"".join(lines)
+    if text.find(b"\n") >= 0 or text.find(b"\r") >= 0 or text.find(b"\0") >= 0:
+        return None
+    lines.append(b"")
+    return b"\r\n".join(lines)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -31,4 +43,4 @@ def _first_lines(origin: Origin, method: str, path: str) -> bytes:
     line = f"{method} {origin.path_prefix}{path} HTTP/1.1"
     if not line.isascii() or not line.isprintable() or line.count(" ") != 2:
         raise RequestUnsendable("the request line holds a space or a character that is not visible ASCII")
-    return f"{line}\r\nhost: {origin.authority}".encode()
+    return f"{line}\r\nhost: {origin.authority}\r\n".encode()
