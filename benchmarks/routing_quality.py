@@ -6,7 +6,8 @@ nothing; equal arguments give equal figures. ``oracle`` is ``kv-aware`` that see
 of their events, and bounds what knowing can do, not what another choice could; ``kv-aware:4:1:64`` is ``kv-aware`` with
 a ``prefill_load_scale`` of 4, a ``recompute_weight`` of 1 and a ``decode_active_request_weight`` of 64;
 ``kv-aware/shared`` is it with that guard; ``kv-aware@80000`` with ``--kv-max-wait-tokens 80000``; ``kv-aware+observed``
-with that prefill load model; ``kv-aware/shared:4:1:64@80000+observed`` is all of it.
+with that prefill load model; ``kv-aware+rare`` with ``--kv-recompute rare``;
+``kv-aware/shared:4:1:64@80000+observed+rare`` is all of it.
 ``--http`` sends a small traffic through real processes besides, to compare.
 """
 
@@ -35,9 +36,10 @@ _WEIGHTS: Final = (
     DEFAULT_COST.decode_active_request_weight,
 )
 _OBSERVED: Final = "+observed"
+_RARE: Final = "+rare"
 _VARIANT: Final = re.compile(
     rf"(?P<base>[a-z-]+)(?:/(?P<guard>{'|'.join(get_args(Guard))}))?(?P<weights>(?::[0-9.]+)*)"
-    rf"(?:@(?P<wait>[0-9]+))?(?:{re.escape(_OBSERVED)})?"
+    rf"(?:@(?P<wait>[0-9]+))?(?:{re.escape(_OBSERVED)})?(?P<rare>{re.escape(_RARE)})?"
 )
 # The order of the report; what it is all about first.
 _ORDER: Final = (
@@ -45,6 +47,7 @@ _ORDER: Final = (
     "kv-aware",
     "kv-aware/shared",
     "kv-aware/shared:1:64:64",
+    "kv-aware/shared:16:64:256@80000+observed+rare",
     "kv-aware:1:0",
     "prefix-approximate",
     "consistent-hash",
@@ -83,6 +86,7 @@ def policy_of(name: str, seed: int, grain: int = 1) -> Router:
         CostParameters(prefill_load_scale=scale, recompute_weight=recompute, decode_active_request_weight=per_request),
         guard=cast(Guard, found["guard"] or "all"),
         max_wait_tokens=int(found["wait"] or 0) // grain,
+        recompute="rare" if found["rare"] else "all",
     )
 
 
@@ -93,7 +97,7 @@ def run(name: str, traffic: Traffic, setup: Setup, seed: int) -> Figures:
         RuntimeError: The gateway's part had something to log.
     """
     policy = policy_of(name, seed, setup.grain)
-    return Run(policy, setup, is_oracle=_base(name) == ORACLE, observes=name.endswith(_OBSERVED)).go(traffic)
+    return Run(policy, setup, is_oracle=_base(name) == ORACLE, observes=_OBSERVED in name).go(traffic)
 
 
 def _base(name: str) -> str:
@@ -153,7 +157,7 @@ def _options() -> argparse.Namespace:
         nargs="+",
         default=list(_ORDER),
         help="names, or oracle, each perhaps with /GUARD, :SCALE, :SCALE:RECOMPUTE or :SCALE:RECOMPUTE:REQUEST, "
-        "@MAX_WAIT_TOKENS and +observed, in this order",
+        "@MAX_WAIT_TOKENS, +observed and +rare, in this order",
     )
     add("--engines", type=int, default=8)
     add(

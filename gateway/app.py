@@ -170,6 +170,7 @@ class Gateway:
             temperature=settings.kv_temperature,
             guard=settings.kv_guard,
             max_wait_tokens=settings.kv_max_wait_tokens,
+            recompute=settings.kv_recompute,
         )
         return Services(
             limits=Limits(
@@ -204,6 +205,7 @@ class Gateway:
                 temperature=settings.kv_temperature,
                 guard=settings.kv_guard,
                 max_wait_tokens=settings.kv_max_wait_tokens,
+                recompute=settings.kv_recompute,
             ),
             client=self._client,
             backends={

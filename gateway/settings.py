@@ -21,7 +21,7 @@ from backends.worker_spec import WorkerSpec, WorkerSpecError, parse_worker_spec,
 from gateway.options import LineParser, Option, SettingsError, declare, expected, nearest, options_of, parser_of
 from gateway.tokens.option import parse_tokenizer_options
 from routers.cost import MAX_WEIGHT
-from routers.kv_aware import Guard
+from routers.kv_aware import Guard, Recompute
 
 __all__ = [
     "NOT_YET",
@@ -97,6 +97,9 @@ class Settings(BaseModel):
         "further blocks that each block counts for them that a worker would compute anew though another has it",
         "blocks",
     )
+    kv_recompute: Recompute = declare(
+        "all", "blocks that weight counts for: all that another worker has, or rare ones, which at most half have"
+    )
     kv_request_weight: Weight = declare(0.0, "blocks in use that each request in flight counts for to them", "blocks")
     kv_temperature: Weight = declare(0.0, "how freely they draw among costs; 0 takes the lowest")
     kv_guard: Guard = declare(
@@ -105,11 +108,9 @@ class Settings(BaseModel):
         "have or use half of that part",
     )
     kv_max_wait_tokens: int = declare(
-        0,
-        "prefill for which they let a first token wait longer than on the worker where it is soonest; 0 for no limit",
-        "prompt tokens",
-        ge=0,
-    )
+        0, "prefill by which they let a first token be later than on the worker where it is soonest; 0 for no limit",
+        "prompt tokens", ge=0,
+    )  # fmt: skip
     kv_prefill_load_model: Literal["none", "observed"] = declare(
         "none",
         "how prefill that goes on counts to them: in full until its first token, or less by the time that it takes, "

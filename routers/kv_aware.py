@@ -18,6 +18,8 @@ LATE: Final = "late"
 
 # Which crowded ranks are passed over: all that have a part of the prompt, or those that have what others have or use.
 Guard = Literal["all", "shared"]
+# Which blocks count for more where they would be computed anew: all that another rank has, or those that most have not.
+Recompute = Literal["all", "rare"]
 
 _Parts = tuple[float, float, float, float, int, float]
 _RAW: Final = Cost._fields.index("raw_prefill_blocks")
@@ -40,6 +42,9 @@ class KvAware:
             It leaves a session with its history, which nobody else has.
         max_wait_tokens: Prefill, in prompt tokens, that the first token may wait for longer than on the rank where
             the least is to be computed until then; ranks where it is more are passed over. 0 for no limit.
+        recompute: What ``recompute_weight`` counts for: ``"all"`` blocks that another rank has, or ``"rare"`` ones,
+            which at most half of the ranks have. A prompt that all requests share is soon of use where it is computed
+            anew, so that it should keep nobody from a rank which has just started.
 
     Raises:
         ValueError: The temperature is negative, infinite, or no number, or the tokens are negative.
@@ -55,6 +60,7 @@ class KvAware:
         temperature: float = 0.0,
         guard: Guard = "all",
         max_wait_tokens: int = 0,
+        recompute: Recompute = "all",
     ) -> None:
         if not (math.isfinite(temperature) and temperature >= 0):
             raise ValueError(f"temperature is {temperature}, must be finite and at least 0")
@@ -65,6 +71,7 @@ class KvAware:
         self._temperature = temperature
         self._guard = guard
         self._max_wait_tokens = max_wait_tokens
+        self._recompute = recompute
         self._without_blocks = LeastLoaded(rng)
 
     def select(self, request: RouteRequest, candidates: Sequence[Candidate]) -> Placement:
@@ -113,7 +120,7 @@ class KvAware:
         Returns:
             Blocks of the smallest size among the prompts, since one of 64 tokens is not to be compared with one of 16,
             and infinity where a candidate is passed over; costs; blocks that would be computed anew though another one
-            has them; numbers of those that are crowded; and of those where the first token would be too late.
+            has them, and count for it; numbers of those that are crowded, and of those that would be too late.
         """
         parameters = self._parameters
         costs: list[_Parts] = []
@@ -155,7 +162,9 @@ class KvAware:
             saved.append(cost[_CREDIT] * block_size)
             sizes.append(block_size)
         most = max(saved)
-        missing = [(most - tokens) / size for tokens, size in zip(saved, sizes, strict=True)]
+        # What more than half of the ranks save, if that is what not to count.
+        common = sorted(saved)[(len(saved) - 1) // 2] if self._recompute == "rare" else 0.0
+        missing = [(most - max(tokens, common)) / size for tokens, size in zip(saved, sizes, strict=True)]
         weight, smallest = recompute_weight(parameters), _smallest_block(request)
         totals = [
             (cost[0] + weight * blocks) * size / smallest

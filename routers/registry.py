@@ -8,7 +8,7 @@ from functools import partial
 from routers.base import Router
 from routers.consistent_hash import ConsistentHash
 from routers.cost import DECODE_COST, DEFAULT_COST, CostParameters
-from routers.kv_aware import Guard, KvAware
+from routers.kv_aware import Guard, KvAware, Recompute
 from routers.least_loaded import LeastLoaded
 from routers.pair import PairRouter
 from routers.power_of_two import PowerOfTwo
@@ -37,6 +37,7 @@ def make_policy(
     temperature: float = 0.0,
     guard: Guard = "all",
     max_wait_tokens: int = 0,
+    recompute: Recompute = "all",
 ) -> Router:
     """Make a policy by name.
 
@@ -47,13 +48,21 @@ def make_policy(
         temperature: The same; see ``KvAware``.
         guard: The same.
         max_wait_tokens: The same.
+        recompute: The same.
 
     Raises:
         ValueError: There is no such policy, or the temperature is none.
     """
     constructor, rng = _constructor(name), random.Random(seed)
     if constructor is KvAware or constructor is PrefixApproximate:
-        return constructor(rng, parameters, temperature=temperature, guard=guard, max_wait_tokens=max_wait_tokens)
+        return constructor(
+            rng,
+            parameters,
+            temperature=temperature,
+            guard=guard,
+            max_wait_tokens=max_wait_tokens,
+            recompute=recompute,
+        )
     return constructor(rng)
 
 
@@ -66,6 +75,7 @@ def make_pairs(
     temperature: float = 0.0,
     guard: Guard = "all",
     max_wait_tokens: int = 0,
+    recompute: Recompute = "all",
 ) -> PairRouter:
     """Make what chooses where prefill and decode workers serve a model.
 
@@ -79,11 +89,20 @@ def make_pairs(
         temperature: The same; see ``KvAware``.
         guard: The same.
         max_wait_tokens: The same.
+        recompute: The same.
 
     Raises:
         ValueError: There is no such policy, or the temperature is none.
     """
-    make = partial(make_policy, name, seed, temperature=temperature, guard=guard, max_wait_tokens=max_wait_tokens)
+    make = partial(
+        make_policy,
+        name,
+        seed,
+        temperature=temperature,
+        guard=guard,
+        max_wait_tokens=max_wait_tokens,
+        recompute=recompute,
+    )
     return PairRouter(
         prefill=make(replace(parameters, track_active_blocks=False)),
         decode=KvAware(random.Random(seed), DECODE_COST),

@@ -58,7 +58,9 @@ def test_variants_of_a_policy_have_names() -> None:
     assert run("kv-aware/all:1:16:0", agents(), SETUP, 1).ttft_s == plain.ttft_s
     assert run("kv-aware:1:0:64", agents(), SETUP, 1).ttft_s != plain.ttft_s
     assert len(shared.ttft_s) == len(plain.ttft_s)
-    assert run("kv-aware@1000+observed", agents(), SETUP, 1).ttft_s != plain.ttft_s
+    groups = sample_groups(random.Random(2), groups=30, groups_per_s=2.0)
+    for base, variant in (("kv-aware", "@1000"), ("kv-aware:64", "+observed"), ("kv-aware", "+rare")):
+        assert run(base + variant, groups, SETUP, 1).ttft_s != run(base, groups, SETUP, 1).ttft_s
     assert policy_of("round-robin", 1).name == "round-robin"
 
 

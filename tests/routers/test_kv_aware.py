@@ -14,7 +14,7 @@ from backends.types import EngineKind
 from kv_events.index_types import Overlap
 from routers.cost import Cost, CostParameters, placement_cost
 from routers.explain import Explained
-from routers.kv_aware import Guard, KvAware
+from routers.kv_aware import Guard, KvAware, Recompute
 from routers.load import RankLoad
 from routers.prefill_pace import PrefillPace
 from routers.types import BlockGroup, Candidate, PromptBlocks, RankKey, RouteRequest
@@ -123,6 +123,38 @@ def test_what_one_has_is_not_lightly_computed_by_another() -> None:
         found, plain = (policy.explain(one, candidates), KvAware(random.Random(1), PLAIN).explain(one, candidates))
         assert found[2] == plain[2]
         assert (found == plain) is (one.prompts[GROUP].overlap.device == {})
+
+
+# Blocks that four ranks have of a prompt of ten, and how many of what each lacks count for more.
+LACKS: dict[str, tuple[tuple[int, int, int, int], tuple[int, int, int, int]]] = {
+    "nobody has any": ((0, 0, 0, 0), (0, 0, 0, 0)),
+    "one has a history": ((9, 0, 0, 0), (0, 9, 9, 9)),
+    "half have it": ((9, 9, 0, 0), (0, 0, 9, 9)),
+    "most have it": ((9, 9, 9, 0), (0, 0, 0, 0)),
+    "a history behind what most have": ((9, 4, 4, 0), (0, 5, 5, 5)),
+    "two histories behind what all have": ((9, 7, 4, 4), (0, 2, 5, 5)),
+}
+
+
+@pytest.mark.parametrize("case", LACKS)
+def test_what_counts_for_more_where_it_is_computed_anew(case: str) -> None:
+    held, rare = LACKS[case]
+    asked = request(device={f"w{number}": blocks for number, blocks in enumerate(held)})
+    missing: dict[Recompute, tuple[int, ...]] = {"all": tuple(max(held) - blocks for blocks in held), "rare": rare}
+    for recompute, counted in missing.items():
+        policy = KvAware(random.Random(1), CostParameters(recompute_weight=1000.0), recompute=recompute)
+        costs = [one.cost or 0.0 for one in policy.explain(asked, ranks(4))]
+        assert costs == [10 - blocks + 10 + 1000 * lacks for blocks, lacks in zip(held, counted, strict=True)]
+
+
+@pytest.mark.parametrize(("recompute", "where"), [("all", {"w0", "w1", "w2"}), ("rare", {"w3"})], ids=["all", "rare"])
+def test_a_rank_that_has_just_started_gets_its_share_of_a_prompt_that_all_share(
+    recompute: Recompute, where: set[str]
+) -> None:
+    candidates, asked = ranks(4), request(1600, device={"w0": 9, "w1": 9, "w2": 9})
+    for candidate in candidates[:3]:
+        busy(candidate, requests=2, blocks=20, tokens=320)
+    assert chosen(candidates, asked, KvAware(random.Random(1), recompute=recompute)) in where
 
 
 def test_samples_of_one_prompt_gather_while_the_first_is_computed() -> None:

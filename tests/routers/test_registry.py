@@ -79,6 +79,22 @@ def test_the_limit_of_waiting_counts_for_prefill_and_for_one_worker_alone(
         assert policy.select(asked, ranks).candidate is ranks[where]
 
 
+@pytest.mark.parametrize("name", sorted(BLOCK_POLICIES))
+@pytest.mark.parametrize(("what", "where"), [({}, 0), ({"recompute": "rare"}, 1)], ids=["default", "rare"])
+def test_what_counts_for_more_does_so_for_prefill_and_for_one_worker_alone(
+    name: str, what: dict[str, Any], where: int
+) -> None:
+    group = BlockGroup(EngineKind.SGLANG, 16)
+    ranks = [Candidate(RankKey(one, 0), RankLoad(), group) for one in ("old", "new", "full")]
+    ranks[0].load.book(requests=1, blocks=12, prefill_tokens=160)
+    ranks[2].load.book(requests=1, blocks=0, prefill_tokens=16000)
+    held = Overlap({("old", 0): 5, ("full", 0): 5})
+    asked = RouteRequest(160, None, {group: PromptBlocks(16, 160, range(10), held)})
+    pairs = make_pairs(name, 1, **what)
+    for policy in (pairs.prefill, pairs.alone, make_policy(name, 1, **what)):
+        assert policy.select(asked, ranks).candidate is ranks[where]
+
+
 @pytest.mark.parametrize("name", [None, *sorted(POLICIES)])
 def test_a_policy_chooses_prefill_and_decode_goes_by_load(name: str | None) -> None:
     pairs = make_pairs(name, 1, 7)
