@@ -38,6 +38,7 @@ class ErrorReport:
         param: The request's field at fault.
         retry_after_s: Seconds for ``Retry-After``, ``None`` for none.
         allow: Methods for ``Allow``, ``None`` for none.
+        request_id: The public id that it was told under, where that was before anybody served the request.
     """
 
     status: int
@@ -47,6 +48,7 @@ class ErrorReport:
     param: str | None = None
     retry_after_s: int | None = None
     allow: str | None = None
+    request_id: str | None = None
 
     def body(self, request_id: str | None) -> bytes:
         """The JSON body."""

@@ -170,7 +170,8 @@ class Exchange:
             self._stop = self._stop or Stop(Cause.CLIENT_GONE)
         else:
             self._report, self._outcome = refusal, refusal.outcome
-            relay.status, relay.bytes_out = refusal.status, len(refusal.body(None))
+            self._public_id = refusal.request_id or ""
+            relay.status, relay.bytes_out = refusal.status, len(refusal.body(refusal.request_id))
             relay.first_byte_at = self._services.clock()
         self._known_id()
         await self._finish()

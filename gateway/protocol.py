@@ -14,7 +14,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from backends.upstream.base import Headers
 from gateway.direct import DirectCycle, Serving
 from gateway.errors import ErrorReport, InvalidRequest, headers_too_large
-from gateway.lingering import ClosesWhenRead, last_answer
+from gateway.lingering import ClosesWhenRead, last_answer, told
 from gateway.slow_clients import Due, SlowClientWatch
 
 SCOPE_KEY = "forebay.connection"
@@ -339,7 +339,7 @@ class ConnectionProtocol(HttpToolsProtocol):
         if self._linger is not None or self.transport.is_closing():
             self.transport.abort()
             return
-        self.refusal = report
+        self.refusal = report = told(report, [] if self._is_read else self.headers or [])
         if running is None or not is_its_body or not running.response_started:  # else it has its answer
             self.transport.write(last_answer(report))
         self._linger_on()

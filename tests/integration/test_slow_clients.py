@@ -42,14 +42,16 @@ async def short(short_gateway: RunningGateway, scripted: ScriptEngine) -> AsyncI
     await short_gateway.settle()
 
 
-async def assert_refused(connection: Wire, part: str) -> None:
-    """The client is told which part of its request was missing, and nothing else; then the connection ends."""
+async def assert_refused(connection: Wire, part: str) -> str:
+    """The client is told which part of its request was missing; then the connection ends. The request's id."""
     answer = await connection.answer()
     assert (answer.status, answer.headers["connection"]) == (408, "close")
     error = answer.json()["error"]
     assert part in error.pop("message")
-    assert error == {"type": "timeout", "code": 408, "param": None, "request_id": None}
+    public_id = answer.headers["x-request-id"]
+    assert error == {"type": "timeout", "code": 408, "param": None, "request_id": public_id}
     assert await connection.is_closed()
+    return public_id
 
 
 async def timed_out(gateway: RunningGateway) -> float:
@@ -92,7 +94,7 @@ async def test_half_a_body_is_counted_and_logged_once(
     count = await timed_out(short)
     async with wire(short.address) as connection:
         await connection.send(sent.replace(b"Host:", b"X-Request-Id: mine\r\nHost:"))
-        await assert_refused(connection, "body")
+        assert await assert_refused(connection, "body") == "mine"
     record = await short.record()
     await short.settle()
     assert (record.status, record.outcome, record.request_id) == (408, "timeout", "mine")
@@ -100,6 +102,15 @@ async def test_half_a_body_is_counted_and_logged_once(
     assert len(short.records) == 1
     assert await timed_out(short) == count + 1
     assert not scripted.requests
+
+
+async def test_a_request_without_an_id_is_logged_under_the_one_that_it_was_told(short: RunningGateway) -> None:
+    async with wire(short.address) as connection:
+        await connection.send(request_bytes("/generate", {"text": "a"}, headers={"X-Request-Id": "before"}))
+        assert (await connection.answer()).status == 200
+        await connection.send(WHOLE[:-10])
+        public_id = await assert_refused(connection, "body")
+    assert [record.request_id for record in short.records] == ["before", public_id]
 
 
 async def test_half_a_body_of_a_control_route(short: RunningGateway) -> None:
