@@ -63,9 +63,12 @@ def read_answer(plan: Plan, answer: Answer) -> Reading:
         reading.kind = Kind.CUT
         return reading
     try:
-        if plan.is_http and answer.headers.get("x-request-id") != plan.id:
-            raise _Wrong(f"x-request-id is {answer.headers.get('x-request-id')!r}")
-        if found := _ENGINE_ID.search(answer.body) or _ENGINE_ID_IN_TEXT.search(answer.body):
+        told = answer.headers.get("x-request-id", "")
+        if not told or (plan.is_http and told != plan.id):
+            raise _Wrong(f"x-request-id is {told!r}")
+        # The gateway's own ids, for what tells none, look like engines'.
+        body = answer.body.replace(told.encode("latin-1"), b"")
+        if found := _ENGINE_ID.search(body) or _ENGINE_ID_IN_TEXT.search(body):
             raise _Wrong(f"an engine's id is in the answer: {found[0]!r}")
         if answer.status >= 400:
             _read_error(plan, answer, reading)
