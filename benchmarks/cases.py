@@ -15,7 +15,7 @@ from benchmarks.stats import Comparison, Growth, Sample
 from benchmarks.streams import StreamLoad
 from benchmarks.wrk import Load
 
-ROUNDS: Final = 3
+ROUNDS: Final = 8
 STREAMS: Final = 64
 LARGE_ANSWER_BYTES: Final = 20 * 1024 * 1024
 TOKEN_IDS: Final = 100_000

@@ -44,12 +44,12 @@ class Outcome:
 
     @property
     def is_met(self) -> bool | None:
-        """Whether the aim is met; ``None`` without an aim or a result."""
+        """Whether the aim is met, by the median of the rounds; ``None`` without an aim or a result."""
         if isinstance(self.result, Growth):
             return is_flat(self.result)
         if self.result is None or self.aim is None:
             return None
-        return self.result.ratio <= self.aim
+        return self.result.median_ratio <= self.aim
 
 
 def _word(is_met: bool | None) -> str:
@@ -99,7 +99,10 @@ def text(outcomes: Sequence[Outcome]) -> str:
     lines = rows(outcomes)
     if len(lines) > 1:
         parts.append(table(lines))
-        parts.append("ratio: CPU of the gateway / CPU of haproxy, best of the rounds; us: best (median) of the rounds")
+        parts.append(
+            "ratio: CPU of the gateway / CPU of haproxy, best of the rounds; median: of the rounds' own ratios"
+        )
+        parts.append("us: best (median) of the rounds; an aim is met by the median")
     for outcome in outcomes:
         if isinstance(outcome.result, Growth):
             parts.append(_growth_text(outcome.title, outcome.result, outcome.is_met))

@@ -74,12 +74,15 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """Best against best: what is left when others disturb as little as possible."""
+        """Best against best: what is left when others disturb as little as possible.
+
+        Not where the machine's speed changes: the best of both need not be of the same speed.
+        """
         return best_us(self.gateway) / best_us(self.haproxy)
 
     @property
     def median_ratio(self) -> float:
-        """Median of the rounds' own ratios."""
+        """Median of the rounds' own ratios, whose two sides are seconds apart."""
         pairs = zip(self.gateway, self.haproxy, strict=True)
         return statistics.median(ours.cpu_us / theirs.cpu_us for ours, theirs in pairs)
 

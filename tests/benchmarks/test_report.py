@@ -17,11 +17,21 @@ MET = Outcome("a", "case a", "request", 6.0, comparison(50, 10))
 MISSED = Outcome("b", "case b", "event", 2.0, comparison(30, 10))
 FREE = Outcome("c", "case c", "event", None, comparison(30, 10))
 FAILED = Outcome("d", "case d", "request", 6.0, error="wrong answer: status 500")
+# The least of each is 3 apart, the rounds are 1.5, 6 and 6.
+UNLIKE = Outcome(
+    "f",
+    "case f",
+    "request",
+    4.0,
+    Comparison(
+        [Sample(1, 1.0, us / 1e6) for us in (30, 60, 60)], [Sample(1, 1.0, us / 1e6) for us in (20, 10, 10)], []
+    ),
+)
 FLAT = Outcome("e", "case e", "request", None, Growth(100, [1000, 2000, 2000]))
 
 
 @pytest.mark.parametrize(
-    ("outcome", "is_met"), [(MET, True), (MISSED, False), (FREE, None), (FAILED, None), (FLAT, True)]
+    ("outcome", "is_met"), [(MET, True), (MISSED, False), (FREE, None), (FAILED, None), (FLAT, True), (UNLIKE, False)]
 )
 def test_aims(outcome: Outcome, is_met: bool | None) -> None:
     assert outcome.is_met is is_met
