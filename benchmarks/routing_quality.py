@@ -6,8 +6,9 @@ nothing; equal arguments give equal figures. ``oracle`` is ``kv-aware`` that see
 of their events, and bounds what knowing can do, not what another choice could; ``kv-aware:4:1:64`` is ``kv-aware`` with
 a ``prefill_load_scale`` of 4, a ``recompute_weight`` of 1 and a ``decode_active_request_weight`` of 64;
 ``kv-aware/shared`` is it with that guard; ``kv-aware@80000`` with ``--kv-max-wait-tokens 80000``; ``kv-aware+observed``
-with that prefill load model; ``kv-aware+rare`` with ``--kv-recompute rare``;
-``kv-aware/shared:4:1:64@80000+observed+rare`` is all of it.
+with that prefill load model; ``kv-aware+rare`` with ``--kv-recompute rare``; ``kv-aware~512`` with
+``--kv-coalesce-tokens 512``; ``kv-aware@80000x16`` with ``--kv-max-wait-ratio 16`` besides;
+``kv-aware/shared:4:1:64@80000x16+observed+rare~512`` is all of it, and ``kv-aware/tuned`` is ``--kv-profile tuned``.
 ``--http`` sends a small traffic through real processes besides, to compare.
 """
 
@@ -24,6 +25,7 @@ from benchmarks.routing_engine import Setup
 from benchmarks.routing_http import measure_over_http
 from benchmarks.routing_sim import Figures, Run
 from benchmarks.routing_traffic import Traffic, recorded, sample_groups, tool_agents
+from gateway.settings import Settings
 from routers.base import Router
 from routers.cost import DEFAULT_COST, CostParameters
 from routers.kv_aware import Guard, KvAware
@@ -39,17 +41,19 @@ _OBSERVED: Final = "+observed"
 _RARE: Final = "+rare"
 _VARIANT: Final = re.compile(
     rf"(?P<base>[a-z-]+)(?:/(?P<guard>{'|'.join(get_args(Guard))}))?(?P<weights>(?::[0-9.]+)*)"
-    rf"(?:@(?P<wait>[0-9]+))?(?:{re.escape(_OBSERVED)})?(?P<rare>{re.escape(_RARE)})?"
+    rf"(?:@(?P<wait>[0-9]+))?(?:x(?P<ratio>[0-9.]+))?(?:{re.escape(_OBSERVED)})?(?P<rare>{re.escape(_RARE)})?"
+    rf"(?:~(?P<coalesce>[0-9]+))?"
 )
+_PROFILE: Final = "/tuned"
 # The order of the report; what it is all about first.
 _ORDER: Final = (
     ORACLE,
     "kv-aware",
+    "kv-aware/tuned",
     "kv-aware/shared",
-    "kv-aware/shared:1:64:64",
-    "kv-aware/shared:16:64:256@80000+observed+rare",
     "kv-aware:1:0",
     "prefix-approximate",
+    "prefix-approximate/tuned",
     "consistent-hash",
     "least-loaded",
     "power-of-two",
@@ -75,7 +79,7 @@ def policy_of(name: str, seed: int, grain: int = 1) -> Router:
     Raises:
         ValueError: There is no such policy.
     """
-    found = _VARIANT.fullmatch(name)
+    found = _VARIANT.fullmatch(_written_out(name))
     weights = found["weights"].split(":")[1:] if found else []
     if found is None or len(weights) > len(_WEIGHTS):
         raise ValueError(f"unknown policy {name!r}")
@@ -86,6 +90,7 @@ def policy_of(name: str, seed: int, grain: int = 1) -> Router:
         CostParameters(prefill_load_scale=scale, recompute_weight=recompute, decode_active_request_weight=per_request),
         guard=cast(Guard, found["guard"] or "all"),
         max_wait_tokens=int(found["wait"] or 0) // grain,
+        max_wait_ratio=float(found["ratio"] or 0),
         recompute="rare" if found["rare"] else "all",
     )
 
@@ -97,12 +102,30 @@ def run(name: str, traffic: Traffic, setup: Setup, seed: int) -> Figures:
         RuntimeError: The gateway's part had something to log.
     """
     policy = policy_of(name, seed, setup.grain)
-    return Run(policy, setup, is_oracle=_base(name) == ORACLE, observes=_OBSERVED in name).go(traffic)
+    found = _VARIANT.fullmatch(_written_out(name))
+    assert found is not None
+    return Run(
+        policy,
+        setup,
+        is_oracle=_base(name) == ORACLE,
+        observes=_OBSERVED in found[0],
+        coalesce_tokens=-(-int(found["coalesce"] or 0) // setup.grain),
+    ).go(traffic)
+
+
+def _written_out(name: str) -> str:
+    """A name with the options of ``--kv-profile tuned`` in place of its name."""
+    options = Settings(kv_profile="tuned")
+    weights = (options.kv_prefill_load_scale, options.kv_recompute_weight, options.kv_request_weight)
+    written = "".join(f":{weight:g}" for weight in weights)
+    waits = f"@{options.kv_max_wait_tokens}x{options.kv_max_wait_ratio:g}"
+    models = f"+{options.kv_prefill_load_model}+{options.kv_recompute}~{options.kv_coalesce_tokens}"
+    return name.replace(_PROFILE, f"/{options.kv_guard}{written}{waits}{models}")
 
 
 def _base(name: str) -> str:
     """The policy that a name is a variant of."""
-    return re.split("[:/@+]", name)[0]
+    return re.split("[:/@+~]", name)[0]
 
 
 def heading() -> str:
@@ -156,8 +179,8 @@ def _options() -> argparse.Namespace:
         "--policies",
         nargs="+",
         default=list(_ORDER),
-        help="names, or oracle, each perhaps with /GUARD, :SCALE, :SCALE:RECOMPUTE or :SCALE:RECOMPUTE:REQUEST, "
-        "@MAX_WAIT_TOKENS, +observed and +rare, in this order",
+        help="names, or oracle, each perhaps with /tuned, or with /GUARD, :SCALE, :SCALE:RECOMPUTE or "
+        ":SCALE:RECOMPUTE:REQUEST, @MAX_WAIT_TOKENS, xMAX_WAIT_RATIO, +observed, +rare and ~COALESCE_TOKENS, in order",
     )
     add("--engines", type=int, default=8)
     add(

@@ -28,9 +28,10 @@ from kv_events.index_intake import RankIntake
 from kv_events.index_types import ApplyReport, Overlap, RankId
 from kv_events.types import BASE, Namespace
 from routers.base import Router
+from routers.coalescing import Coalescing, Prefill
 from routers.fleet import Fleet, Member
 from routers.load import RankBooking
-from routers.types import Candidate, RankKey, RouteRequest
+from routers.types import Candidate, Placement, RankKey, RouteRequest
 from simulator.cache import PrefixCache
 from simulator.sequence import Sequence as EngineSequence
 from simulator.sequence import SequenceState
@@ -152,6 +153,7 @@ class _Sent:
     at_s: float
     booking: RankBooking
     engine: int
+    prefill: Prefill | None = None
     has_answered: bool = False
 
 
@@ -164,6 +166,7 @@ class Run:
         is_oracle: It sees the caches themselves.
         predicts: Blocks are assumed to be where a request with them was just sent.
         observes: Prefill counts less by the time that it takes, as with ``--kv-prefill-load-model observed``.
+        coalesce_tokens: As ``--kv-coalesce-tokens``; requests that wait go at the first token of the one ahead.
 
     Attributes:
         caches: What the router knows by events.
@@ -179,6 +182,7 @@ class Run:
         is_oracle: bool = False,
         predicts: bool = True,
         observes: bool = False,
+        coalesce_tokens: int = 0,
     ) -> None:
         self._policy = policy
         self._setup = setup
@@ -196,6 +200,7 @@ class Run:
             lambda worker: None,
             predicts=predicts,
         )
+        self._coalescing = Coalescing(coalesce_tokens) if coalesce_tokens else None
         self.engines: list[VirtualEngine] = []
         self._number_of: dict[RankKey, int] = {}
         self._last_s = [0.0] * setup.engines
@@ -246,12 +251,12 @@ class Run:
         candidates = self.candidates
         started = time.thread_time()
         prompt = Prompt({EngineKind.SGLANG: packed}, len(tokens), _BODY, _MODEL) if self._prefixes.are_wanted else None
-        candidate, booking, overlap_blocks = self._place(turn, prompt, len(tokens), candidates)
+        choice, booking = self._place(turn, prompt, len(tokens), candidates)
         figures = self.figures
         figures.route_cpu_s += time.thread_time() - started
         figures.prompt_tokens += len(tokens) * self._setup.grain
-        figures.foreseen_tokens += overlap_blocks * self._setup.page_tokens
-        number = self._number_of[candidate.key]
+        figures.foreseen_tokens += (choice.overlap_blocks or 0) * self._setup.page_tokens
+        number = self._number_of[choice.candidate.key]
         if not context:
             figures.sent_to.setdefault(turn.pieces, []).append(number)
         self._count(number, 1)
@@ -259,11 +264,23 @@ class Run:
         output = -(-turn.output_tokens // self._setup.grain)
         sent = _Sent(turn, self._clock.now, booking, number)
         sequence = EngineSequence(f"r{self._sent}", tokens, output, Answer(self._sent), sent)
-        self.engines[number].submit(sequence)
+        self._submit(prompt, choice, sent, lambda: self.engines[number].submit(sequence))
+
+    def _submit(self, prompt: Prompt | None, choice: Placement, sent: _Sent, submit: Callable[[], None]) -> None:
+        """Give it to its engine, at once or when what it shares is there; the same as ``gateway.coalescing``."""
+        coalescing, blocks, key = self._coalescing, choice.prompt, choice.candidate.key
+        if coalescing is not None and prompt is not None and blocks is not None:
+            hashes, size = blocks.sequence_hashes, blocks.block_size
+            ahead = coalescing.shared_with(key, hashes, size, lambda: self._prefixes.announced_blocks(prompt, choice))
+            if ahead is not None:
+                coalescing.wait(ahead, hashes, size, submit)
+                return
+            sent.prefill = coalescing.begin(key, hashes, size, choice.overlap_blocks or 0)
+        submit()
 
     def _place(
         self, turn: Turn, prompt: Prompt | None, tokens: int, candidates: Sequence[Candidate]
-    ) -> tuple[Candidate, RankBooking, int]:
+    ) -> tuple[Placement, RankBooking]:
         if prompt is None:
             request = RouteRequest(tokens, turn.session)
         else:
@@ -281,13 +298,15 @@ class Run:
             )
         if prompt is not None:
             self._prefixes.sent(prompt, choice)
-        return choice.candidate, booking, choice.overlap_blocks or 0
+        return choice, booking
 
     def _news(self, sequence: EngineSequence) -> None:
         sent: _Sent = sequence.owner
         if not sent.has_answered:
             sent.has_answered = True
             sent.booking.first_token()
+            if sent.prefill is not None and self._coalescing is not None:
+                self._coalescing.end(sent.prefill)
             self.figures.ttft_s.append(self._clock.now - sent.at_s)
             self.figures.hit_tokens += sequence.cached_tokens * self._setup.grain
         if sequence.state is SequenceState.FINISHED:

@@ -33,10 +33,12 @@ from gateway.api.models import models_router
 from gateway.api.refusals import install_error_shape
 from gateway.api.workers import workers_router
 from gateway.auth import Keys
+from gateway.coalescing import Coalescer
 from gateway.data_plane import DataPlane
 from gateway.deadlines import TimeLimits
 from gateway.fleet_control import FleetControl
 from gateway.ids import fresh_ids
+from gateway.key_files import read_key_file, resolve_worker_keys
 from gateway.kv_listen import KvListener
 from gateway.kv_listen_options import listen_for_relays
 from gateway.kv_metrics import KvMetrics
@@ -48,7 +50,7 @@ from gateway.pair_metrics import PairMetrics
 from gateway.prefill_tails import PrefillTails
 from gateway.prefixes import Prefixes
 from gateway.services import Limits, Services
-from gateway.settings import Settings, SettingsError, read_config_workers, read_key_file, resolve_worker_keys
+from gateway.settings import Settings, SettingsError, read_config_workers
 from gateway.tasks import OwnedTasks
 from gateway.tokens.option import parse_tokenizer_options
 from gateway.tokens.service import PromptTokenizers
@@ -56,6 +58,7 @@ from gateway.waiting_room import WaitingRoom
 from routers.admission import AdmissionQueue
 from routers.cost import CostParameters
 from routers.fleet import Fleet, Member, WorkerState
+from routers.kv_aware import KvOptions
 from routers.registry import make_pairs, make_policy
 
 logger = logging.getLogger("forebay")
@@ -163,15 +166,26 @@ class Gateway:
             recompute_weight=settings.kv_recompute_weight,
             decode_active_request_weight=settings.kv_request_weight,
         )
-        policy = make_policy(
-            settings.policy,
-            settings.seed,
-            cost,
+        options = KvOptions(
             temperature=settings.kv_temperature,
             guard=settings.kv_guard,
             max_wait_tokens=settings.kv_max_wait_tokens,
+            max_wait_ratio=settings.kv_max_wait_ratio,
             recompute=settings.kv_recompute,
         )
+        policy = make_policy(settings.policy, settings.seed, cost, **options)
+        prefixes = Prefixes(
+            policy.name,
+            self.kv,
+            fleet,
+            _tokenizers(settings),
+            self._control,
+            time.monotonic,
+            self.kv_metrics.mismatch,
+        )
+        coalescer = Coalescer(settings.kv_coalesce_tokens, prefixes, metrics.queue_seconds, time.monotonic)
+        self.kv.on_stored = coalescer.stored
+        metrics.add(coalescer.families)
         return Services(
             limits=Limits(
                 max_body_bytes=settings.max_body_bytes,
@@ -197,16 +211,7 @@ class Gateway:
             ),
             fleet=fleet,
             policy=policy,
-            pairs=make_pairs(
-                settings.policy,
-                settings.seed,
-                settings.short_prompt_tokens,
-                cost,
-                temperature=settings.kv_temperature,
-                guard=settings.kv_guard,
-                max_wait_tokens=settings.kv_max_wait_tokens,
-                recompute=settings.kv_recompute,
-            ),
+            pairs=make_pairs(settings.policy, settings.seed, settings.short_prompt_tokens, cost, **options),
             client=self._client,
             backends={
                 EngineKind.SGLANG: SGLangBackend(self._control),
@@ -218,15 +223,8 @@ class Gateway:
             legs=LiveLegs(),
             kv=self.kv,
             kv_metrics=self.kv_metrics,
-            prefixes=Prefixes(
-                policy.name,
-                self.kv,
-                fleet,
-                _tokenizers(settings),
-                self._control,
-                time.monotonic,
-                self.kv_metrics.mismatch,
-            ),
+            prefixes=prefixes,
+            coalescer=coalescer,
             metrics=metrics,
             log_access=self._access_log.write,
             clock=time.monotonic,

@@ -144,7 +144,9 @@ class Dispatch:
         """
         services = self._services
         started = services.clock()
-        placed = place(services, self._route, self._envelope, self._model, self.attempts.failed, self._prompt)
+        placed = place(
+            services, self._route, self._envelope, self._model, self.attempts.failed, self._prompt, self.attempts.waited
+        )
         services.metrics.route_seconds(services.clock() - started)
         if self._prompt is not None and placed.overlap_blocks is not None:
             services.kv_metrics.overlap(placed.overlap_blocks)

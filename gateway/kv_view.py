@@ -96,6 +96,7 @@ class KvView:
         sweeper: Gives back what the index has forgotten.
         follows_any: Some source is followed; asked for with every request.
         clears: By worker, how often all its blocks were forgotten, by us or as it said itself.
+        on_stored: Told of a worker that has announced blocks, which the index has by then.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class KvView:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.sweeper = IndexSweeper(self.index)
         self.clears: Counter[str] = Counter()
+        self.on_stored: Callable[[str], None] = lambda worker_id: None
         self._followed: dict[str, _Followed] = {}
         self._trusted: set[RankId] = set()
         self.follows_any = False
@@ -320,6 +322,8 @@ class KvView:
         """One event was applied."""
         if kind == "cleared":
             self.clears[worker] += 1
+        elif kind == "stored":
+            self.on_stored(worker)
         self._counters.kv_event(worker, kind)
 
     def kv_dropped(self, reason: str, count: int) -> None:

@@ -145,3 +145,8 @@ class LineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Refuse in one line (argparse hook)."""
         raise SettingsError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
+
+
+def reason_of(exc: Exception) -> str:
+    """Why something could not be read, in a few words."""
+    return exc.strerror or "error" if isinstance(exc, OSError) else str(exc)

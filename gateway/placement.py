@@ -155,7 +155,13 @@ Attempt = Placed | PairAttempt
 
 
 def place(
-    services: Services, route: Route, envelope: Envelope, model: str, failed: set[str], prompt: Prompt | None = None
+    services: Services,
+    route: Route,
+    envelope: Envelope,
+    model: str,
+    failed: set[str],
+    prompt: Prompt | None = None,
+    waited: Callable[[float], None] | None = None,
 ) -> Attempt:
     """Choose, book and send.
 
@@ -166,6 +172,7 @@ def place(
         model: Pool to choose from.
         failed: Workers that this request must not be sent to again.
         prompt: Its prompt, if the policy looks at prompts and it is known.
+        waited: Told how many seconds it was held back, if it was, once it is sent.
 
     Raises:
         RoutingError: Nothing can take it.
@@ -175,17 +182,22 @@ def place(
         chosen = choose(services, route, envelope, model, failed, prompt)
         if isinstance(chosen, Paired):
             return place_pair(services, route, envelope, model, failed, chosen, prompt)
-        return _place_alone(services, route, envelope, chosen, prompt)
+        return _place_alone(services, route, envelope, chosen, prompt, waited)
     candidates = eligible(services.fleet, services.clock, route, envelope, model, failed)
     if prompt is None:
         request = RouteRequest(envelope.prompt_tokens, envelope.stickiness_key)
     else:
         request = services.prefixes.request(prompt, envelope.stickiness_key, candidates)
-    return _place_alone(services, route, envelope, services.policy.select(request, candidates), prompt)
+    return _place_alone(services, route, envelope, services.policy.select(request, candidates), prompt, waited)
 
 
 def _place_alone(
-    services: Services, route: Route, envelope: Envelope, choice: Placement, prompt: Prompt | None
+    services: Services,
+    route: Route,
+    envelope: Envelope,
+    choice: Placement,
+    prompt: Prompt | None,
+    waited: Callable[[float], None] | None,
 ) -> Placed:
     """Book and send to one rank."""
     member = services.fleet.get(choice.candidate.key.worker_id)
@@ -199,7 +211,8 @@ def _place_alone(
     changes: Mapping[str, bytes] = fold_changes(route.dialect, facts.engine) if folds else NO_CHANGES
     if flat:
         changes = flat_changes(route.dialect, facts.engine, envelope.body, is_stream=envelope.is_stream)
-    sender = Sender(services, route, envelope, member, facts, choice, is_stream=envelope.is_stream or folds)
+    is_stream = envelope.is_stream or folds
+    sender = Sender(services, route, envelope, member, facts, choice, is_stream=is_stream, prompt=prompt, waited=waited)
     if expands(route, facts.engine, envelope, is_streamed=sender.is_stream, native_n=services.limits.native_n):
         sender.send_samples(changes)
     else:

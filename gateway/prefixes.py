@@ -250,6 +250,19 @@ class Prefixes:
         assumed = self._predicted if has_events else self._approximate
         return Sent(assumed, assumed.add(key, blocks.sequence_hashes, self._clock()))
 
+    def hears_of(self, prompt: Prompt, placement: Placement) -> bool:
+        """Whether the rank will announce the prompt's blocks in a way that is understood here."""
+        group = placement.candidate.group
+        return group is not None and group.engine in prompt.ids and self._follows(placement.candidate.key)
+
+    def announced_blocks(self, prompt: Prompt, placement: Placement) -> int:
+        """Leading blocks of a prompt that the rank has by its events, without what is assumed."""
+        key, group = placement.candidate.key, placement.candidate.group
+        namespace = self._namespace(prompt, key.worker_id)
+        if group is None or namespace is None or not self.hears_of(prompt, placement):
+            return 0
+        return self._by_events(prompt, group, namespace, prompt.hashes(group, namespace)).device.get(key, 0)
+
     def failed(self, sent: Sent | None) -> None:
         """A request ended before its first output: it has left nothing where it was sent."""
         if sent is not None:

@@ -1,15 +1,16 @@
 """Sends the legs of a request to the rank that was chosen for it: booked, built, written."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from backends.base import NO_CHANGES
 from backends.cancel_policy import CancelPolicy, LegKind, abort_capability, cancel_policy
-from backends.leg import Leg
+from backends.leg import Booking, Leg
 from backends.types import EngineFacts, EngineIds, EngineKind
 from gateway.envelope import Envelope
 from gateway.expand import choice_changes, choice_ids
 from gateway.ids import IdMap, id_map
+from gateway.prompts import Prompt
 from gateway.routes import Dialect, Route
 from gateway.services import Services
 from routers.fleet import Member
@@ -30,6 +31,8 @@ class Sender:
         facts: What its engine has said.
         choice: The rank that was chosen.
         is_stream: The engine is asked to stream.
+        prompt: What is known of its prompt.
+        waited: Told how many seconds it was held back, if it was, once it is sent.
 
     Attributes:
         choice: See above.
@@ -47,8 +50,10 @@ class Sender:
         "_envelope",
         "_load",
         "_overlap_blocks",
+        "_prompt",
         "_route",
         "_services",
+        "_waited",
         "choice",
         "dp_rank",
         "facts",
@@ -69,6 +74,8 @@ class Sender:
         choice: Placement,
         *,
         is_stream: bool,
+        prompt: Prompt | None = None,
+        waited: Callable[[float], None] | None = None,
     ) -> None:
         self._services = services
         self._route = route
@@ -79,6 +86,8 @@ class Sender:
         self._load = choice.candidate.load
         self._blocks = choice.prompt
         self._overlap_blocks = choice.overlap_blocks or 0
+        self._prompt = prompt
+        self._waited = waited
         self.dp_rank = choice.candidate.key.dp_rank if facts.dp_size > 1 else None
         self.is_stream = is_stream
         self.legs: list[Leg] = []
@@ -158,7 +167,7 @@ class Sender:
     def _send(self, engine_ids: EngineIds, changes: Mapping[str, bytes], *, requests: int, prompt_tokens: int) -> None:
         services, member, facts = self._services, self.member, self.facts
         backend = services.backends[facts.engine]
-        booking = self._book(requests, prompt_tokens)
+        booking: Booking = self._book(requests, prompt_tokens)
         try:
             request = backend.generation_request(
                 member.worker,
@@ -170,7 +179,15 @@ class Sender:
                 headers=self._envelope.headers,
                 changes=changes,
             )
-            call = services.client.send(member.worker.origin, request)
+            call, booking = services.coalescer.send(
+                self._prompt,
+                self.choice,
+                booking,
+                functools.partial(services.client.send, member.worker.origin, request),
+                may_wait=self._envelope.batch_size is None,
+                is_stream=self.is_stream,
+                waited=None if self.legs else self._waited,
+            )
         except BaseException:
             booking.release()
             raise

@@ -10,6 +10,7 @@ from backends.pair_types import Overlap, PairTimes
 from backends.types import EngineKind, Worker
 from backends.upstream.base import UpstreamClient
 from gateway.access_log import AccessRecord
+from gateway.coalescing import Coalescer
 from gateway.deadlines import NO_LIMITS, TimeLimits
 from gateway.kv_metrics import KvMetrics
 from gateway.kv_view import KvView
@@ -76,6 +77,7 @@ class Services:
         kv: What is known of the engines' caches.
         kv_metrics: Counters of that.
         prefixes: What is known of prompts, and of who holds their beginnings.
+        coalescer: Holds requests back that would compute what another one computes already.
         metrics: Counters.
         log_access: Takes one record for each request.
         clock: Monotonic seconds.
@@ -103,6 +105,7 @@ class Services:
     kv: KvView
     kv_metrics: KvMetrics
     prefixes: Prefixes
+    coalescer: Coalescer
     metrics: Metrics
     log_access: Callable[[AccessRecord], None]
     clock: Callable[[], float]

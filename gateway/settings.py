@@ -15,10 +15,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from backends.worker_spec import WorkerSpec, WorkerSpecError, parse_worker_spec, worker_id, worker_spec_from_mapping
-from gateway.options import LineParser, Option, SettingsError, declare, expected, nearest, options_of, parser_of
+from gateway.options import (
+    LineParser,
+    Option,
+    SettingsError,
+    declare,
+    expected,
+    nearest,
+    options_of,
+    parser_of,
+    reason_of,
+)
 from gateway.tokens.option import parse_tokenizer_options
 from routers.cost import MAX_WEIGHT
 from routers.kv_aware import Guard, Recompute
@@ -33,8 +43,6 @@ __all__ = [
     "load_settings",
     "options",
     "read_config_workers",
-    "read_key_file",
-    "resolve_worker_keys",
 ]
 
 ENV_PREFIX: Final = "FOREBAY_"
@@ -47,7 +55,19 @@ NOT_YET: Final[dict[str, str]] = {
     "processes": "one process serves all connections; run more gateways side by side",
 }
 
-_HEADER_TEXT: Final = re.compile(r"[\x21-\x7e]+")
+# ``--kv-profile tuned``; see docs/kv-routing.md.
+TUNED: Final[Mapping[str, object]] = {
+    "kv_guard": "shared",
+    "kv_prefill_load_scale": 16.0,
+    "kv_recompute_weight": 64.0,
+    "kv_recompute": "rare",
+    "kv_request_weight": 256.0,
+    "kv_max_wait_tokens": 80_000,
+    "kv_max_wait_ratio": 16.0,
+    "kv_prefill_load_model": "observed",
+    "kv_coalesce_tokens": 512,
+}
+
 # What Kubernetes and Docker put into the environment of pods beside a service named forebay or forebay-something.
 _SERVICE_LINK: Final = re.compile(
     r"FOREBAY(_\w+)?_(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
@@ -89,6 +109,9 @@ class Settings(BaseModel):
     policy: Policy | None = declare(
         None, "how a worker is chosen", shown="kv-aware where a worker publishes KV events, else least-loaded"
     )
+    kv_profile: Literal["plain", "tuned"] = declare(
+        "plain", "what options about cost are where they are not given: their defaults, or what did best in simulations"
+    )
     kv_prefill_load_scale: Weight = declare(
         1.0, "blocks in use that one block of prefill is worth to policies that go by cost", "blocks"
     )
@@ -111,11 +134,18 @@ class Settings(BaseModel):
         0, "prefill by which they let a first token be later than on the worker where it is soonest; 0 for no limit",
         "prompt tokens", ge=0,
     )  # fmt: skip
+    kv_max_wait_ratio: Weight = declare(
+        0.0, "the same for each token that a worker has cached and the soonest one has not; 0 for no limit", "tokens"
+    )
     kv_prefill_load_model: Literal["none", "observed"] = declare(
         "none",
         "how prefill that goes on counts to them: in full until its first token, or less by the time that it takes, "
         "at the worker's observed pace",
     )
+    kv_coalesce_tokens: int = declare(
+        0, "beginning of a prompt that holds a request back while the SGLang worker which it goes to computes that for "
+        "another one; 0 is off", "prompt tokens", ge=0,
+    )  # fmt: skip
     upstream_mode: Literal["match", "incremental"] = declare(
         "match", "match: ask engines in the client's stream mode; incremental: always stream and fold for unary clients"
     )
@@ -202,6 +232,11 @@ class Settings(BaseModel):
         0.02, "least time between writing a request and aborting it; sooner, engines miss the abort", "s"
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _begin_at_profile(cls, values: dict[str, Any]) -> dict[str, Any]:
+        return {**TUNED, **values} if values.get("kv_profile") == "tuned" else values
+
 
 @functools.cache
 def options() -> tuple[Option, ...]:
@@ -258,44 +293,6 @@ def read_config_workers(path: Path) -> tuple[WorkerSpec, ...]:
     return _validate(values, dict.fromkeys(values, f"file {path}")).workers
 
 
-def read_key_file(path: Path) -> tuple[str, ...]:
-    """Read keys, one a line; blank lines and lines that start with ``#`` are skipped.
-
-    Raises:
-        SettingsError: The file cannot be read, has no key, or has one that no header can carry.
-    """
-    try:
-        lines = [line.strip() for line in path.read_text("utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as exc:
-        raise SettingsError(f"key file {path}: cannot be read ({_reason(exc)})") from exc
-    keys = tuple(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
-    if not keys:
-        raise SettingsError(f"key file {path}: holds no key; put one key on a line")
-    if not all(_HEADER_TEXT.fullmatch(key) for key in keys):
-        raise SettingsError(f"key file {path}: a key has a space or a character outside ASCII")
-    return keys
-
-
-def resolve_worker_keys(spec: WorkerSpec, environ: Mapping[str, str] | None = None) -> tuple[str | None, str | None]:
-    """Return the API key and the admin API key that ``spec``'s variables hold; ``None`` for no key.
-
-    Raises:
-        SettingsError: A named variable is missing or empty, or holds what no header can carry.
-    """
-    environ = os.environ if environ is None else environ
-
-    def key_of(option: str, name: str | None) -> str | None:
-        if name is None:
-            return None
-        key = environ.get(name, "").strip()
-        if not _HEADER_TEXT.fullmatch(key):
-            state = "holds a space or a character outside ASCII" if key else "is not set"
-            raise SettingsError(f"worker {spec.url}: {option}: environment variable {name} {state}")
-        return key
-
-    return key_of("api_key_env", spec.api_key_env), key_of("admin_api_key_env", spec.admin_api_key_env)
-
-
 def describe(settings: Settings) -> dict[str, object]:
     """Return the effective settings for the log. No key is in them: keys live in files and variables."""
     shown: dict[str, object] = settings.model_dump(mode="json", exclude={"workers"})
@@ -312,7 +309,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     try:
         document = tomllib.loads(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
-        raise SettingsError(f"--config: file {path} cannot be read ({_reason(exc)})") from exc
+        raise SettingsError(f"--config: file {path} cannot be read ({reason_of(exc)})") from exc
     for table, kind in document.items():
         if not isinstance(kind, {"server": dict, "workers": list}.get(table, ())):
             hint = nearest(table, ["server", "workers"]) if table not in ("server", "workers") else ""
@@ -392,7 +389,3 @@ def _is_set(environ: Mapping[str, str], name: str) -> bool:
     # FOREBAY_PORT=tcp://10.0.0.1:8000 is what Kubernetes and Docker set beside a service named forebay.
     value = environ.get(name, "")
     return value.strip() != "" and not (name.endswith("_PORT") and "://" in value)
-
-
-def _reason(exc: Exception) -> str:
-    return exc.strerror or "error" if isinstance(exc, OSError) else str(exc)

@@ -11,8 +11,9 @@ from typing import NoReturn
 from urllib.parse import urlsplit
 
 from backends.worker_spec import WorkerSpec
+from gateway.key_files import read_key_file, resolve_worker_keys
 from gateway.kv_listen_options import read_listen_options
-from gateway.settings import Settings, SettingsError, read_key_file, resolve_worker_keys
+from gateway.settings import Settings, SettingsError
 
 _LISTEN_REMEDIES = {
     errno.EADDRINUSE: "another process has this port; choose another --port, or 0 for any free one",

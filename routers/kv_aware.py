@@ -3,7 +3,7 @@
 import math
 import random
 from collections.abc import Sequence
-from typing import Final, Literal
+from typing import Final, Literal, TypedDict
 
 from routers.cost import DEFAULT_COST, Cost, CostParameters, placement_cost, recompute_weight, with_recompute
 from routers.explain import Explained, explain_load
@@ -26,6 +26,16 @@ _RAW: Final = Cost._fields.index("raw_prefill_blocks")
 _CREDIT: Final = Cost._fields.index("credit_blocks")
 
 
+class KvOptions(TypedDict, total=False):
+    """Options of ``KvAware``; what they mean is said there."""
+
+    temperature: float
+    guard: Guard
+    max_wait_tokens: int
+    max_wait_ratio: float
+    recompute: Recompute
+
+
 class KvAware:
     """The lowest cost; of those, the fewest requests in flight; of those, any.
 
@@ -42,12 +52,14 @@ class KvAware:
             It leaves a session with its history, which nobody else has.
         max_wait_tokens: Prefill, in prompt tokens, that the first token may wait for longer than on the rank where
             the least is to be computed until then; ranks where it is more are passed over. 0 for no limit.
+        max_wait_ratio: The same for a rank whose cache saves more than that of the rank where it is soonest, in tokens
+            that it may wait for each of those that are saved more. 0 for no limit.
         recompute: What ``recompute_weight`` counts for: ``"all"`` blocks that another rank has, or ``"rare"`` ones,
             which at most half of the ranks have. A prompt that all requests share is soon of use where it is computed
             anew, so that it should keep nobody from a rank which has just started.
 
     Raises:
-        ValueError: The temperature is negative, infinite, or no number, or the tokens are negative.
+        ValueError: The temperature or the ratio is negative, infinite, or no number, or the tokens are negative.
     """
 
     name = "kv-aware"
@@ -60,17 +72,21 @@ class KvAware:
         temperature: float = 0.0,
         guard: Guard = "all",
         max_wait_tokens: int = 0,
+        max_wait_ratio: float = 0.0,
         recompute: Recompute = "all",
     ) -> None:
         if not (math.isfinite(temperature) and temperature >= 0):
             raise ValueError(f"temperature is {temperature}, must be finite and at least 0")
+        if not (math.isfinite(max_wait_ratio) and max_wait_ratio >= 0):
+            raise ValueError(f"max_wait_ratio is {max_wait_ratio}, must be finite and at least 0")
         if max_wait_tokens < 0:
             raise ValueError(f"max_wait_tokens is {max_wait_tokens}, must be at least 0")
         self._rng = rng
         self._parameters = parameters
         self._temperature = temperature
         self._guard = guard
-        self._max_wait_tokens = max_wait_tokens
+        self._max_wait_tokens = max_wait_tokens or math.inf
+        self._max_wait_ratio = max_wait_ratio or math.inf
         self._recompute = recompute
         self._without_blocks = LeastLoaded(rng)
 
@@ -174,17 +190,28 @@ class KvAware:
         for index in crowded:
             if self._guard == "all" or _is_shared(request, candidates, candidates[index]):
                 totals[index] = math.inf
-        late = self._late(totals, costs, sizes) if self._max_wait_tokens else []
+        late: list[int] = []
+        if self._max_wait_tokens < math.inf or self._max_wait_ratio < math.inf:
+            late = self._late(totals, costs, saved, sizes)
         for index in late:
             totals[index] = math.inf
         return totals, costs, missing, crowded, late
 
-    def _late(self, totals: list[float], costs: list[_Parts], sizes: list[int]) -> list[int]:
+    def _late(self, totals: list[float], costs: list[_Parts], saved: list[float], sizes: list[int]) -> list[int]:
         """Which of those that are not passed over would have to wait too long; never all of them."""
         ahead = [(cost[_RAW] - cost[_CREDIT]) * size for cost, size in zip(costs, sizes, strict=True)]
         open_ = [index for index, total in enumerate(totals) if total < math.inf]
-        latest = min([ahead[index] for index in open_], default=0.0) + self._max_wait_tokens
-        return [index for index in open_ if ahead[index] > latest]
+        if not open_:
+            return []
+        soonest = min(open_, key=ahead.__getitem__)
+        late = []
+        for index in open_:
+            limit, gain = self._max_wait_tokens, saved[index] - saved[soonest]
+            if gain > 0:
+                limit = min(limit, self._max_wait_ratio * gain)
+            if ahead[index] - ahead[soonest] > limit:
+                late.append(index)
+        return late
 
     def _cheapest(self, totals: list[float], candidates: Sequence[Candidate]) -> int:
         least = min(totals)

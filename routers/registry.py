@@ -4,11 +4,12 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Unpack
 
 from routers.base import Router
 from routers.consistent_hash import ConsistentHash
 from routers.cost import DECODE_COST, DEFAULT_COST, CostParameters
-from routers.kv_aware import Guard, KvAware, Recompute
+from routers.kv_aware import KvAware, KvOptions
 from routers.least_loaded import LeastLoaded
 from routers.pair import PairRouter
 from routers.power_of_two import PowerOfTwo
@@ -33,11 +34,7 @@ def make_policy(
     name: str | None,
     seed: int | None,
     parameters: CostParameters = DEFAULT_COST,
-    *,
-    temperature: float = 0.0,
-    guard: Guard = "all",
-    max_wait_tokens: int = 0,
-    recompute: Recompute = "all",
+    **options: Unpack[KvOptions],
 ) -> Router:
     """Make a policy by name.
 
@@ -45,24 +42,14 @@ def make_policy(
         name: A key of ``POLICIES``; ``None`` takes the default.
         seed: Seed of its random choices; ``None`` takes one from the operating system.
         parameters: For the policies that go by cost.
-        temperature: The same; see ``KvAware``.
-        guard: The same.
-        max_wait_tokens: The same.
-        recompute: The same.
+        **options: The same; see ``KvAware``.
 
     Raises:
-        ValueError: There is no such policy, or the temperature is none.
+        ValueError: There is no such policy, or an option is out of its range.
     """
     constructor, rng = _constructor(name), random.Random(seed)
     if constructor is KvAware or constructor is PrefixApproximate:
-        return constructor(
-            rng,
-            parameters,
-            temperature=temperature,
-            guard=guard,
-            max_wait_tokens=max_wait_tokens,
-            recompute=recompute,
-        )
+        return constructor(rng, parameters, **options)
     return constructor(rng)
 
 
@@ -71,11 +58,7 @@ def make_pairs(
     seed: int | None,
     short_prompt_tokens: int = 0,
     parameters: CostParameters = DEFAULT_COST,
-    *,
-    temperature: float = 0.0,
-    guard: Guard = "all",
-    max_wait_tokens: int = 0,
-    recompute: Recompute = "all",
+    **options: Unpack[KvOptions],
 ) -> PairRouter:
     """Make what chooses where prefill and decode workers serve a model.
 
@@ -86,23 +69,12 @@ def make_pairs(
         seed: Seed of its random choices; ``None`` takes one from the operating system.
         short_prompt_tokens: See ``PairRouter``.
         parameters: For the policies that go by cost; in prefill, blocks in use count for nothing.
-        temperature: The same; see ``KvAware``.
-        guard: The same.
-        max_wait_tokens: The same.
-        recompute: The same.
+        **options: The same; see ``KvAware``.
 
     Raises:
-        ValueError: There is no such policy, or the temperature is none.
+        ValueError: There is no such policy, or an option is out of its range.
     """
-    make = partial(
-        make_policy,
-        name,
-        seed,
-        temperature=temperature,
-        guard=guard,
-        max_wait_tokens=max_wait_tokens,
-        recompute=recompute,
-    )
+    make = partial(make_policy, name, seed, **options)
     return PairRouter(
         prefill=make(replace(parameters, track_active_blocks=False)),
         decode=KvAware(random.Random(seed), DECODE_COST),

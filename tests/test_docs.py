@@ -15,13 +15,14 @@ from backends import pair_types
 from backends.errors import AnswerTooLarge, UpstreamError
 from backends.prefill_events import PrefillRefused
 from gateway.access_log import AccessRecord, format_text
+from gateway.coalescing import LONGEST_HOLD_S
 from gateway.errors import ErrorReport, InvalidRequest, engine_failure, report_of
 from gateway.kv_silence import MIN_ANSWERS, SILENCE_S
 from gateway.options import Option
 from gateway.outcome import Outcome
 from gateway.pair_failure import PairFailed
 from gateway.prefixes import ENGINE_TOKENIZE_PAUSE_S, ENGINE_TOKENIZE_TIMEOUT_S, MIN_TEXT_BYTES
-from gateway.settings import NOT_YET, options
+from gateway.settings import NOT_YET, Settings, load_settings, options
 from gateway.tokens.service import MAX_PENDING, THREADS, TIME_LIMIT_S
 from kv_events.index import CAPACITY_SLACK, DEFAULT_CAPACITY_BLOCKS
 from kv_events.orphans import MAX_BYTES, MAX_EVENTS
@@ -294,6 +295,12 @@ def test_the_worked_example_of_what_another_has() -> None:
     assert "24.5 + 16 * 6 = 120.5" in KV_ROUTING
 
 
+def test_the_recommended_setting_is_the_profile() -> None:
+    (written,) = re.findall(r"(--kv-guard .*(?:\\\n.*)*)\n```", KV_ROUTING)
+    given = load_settings(written.replace("\\", "").split())
+    assert given == Settings(kv_profile="tuned").model_copy(update={"kv_profile": "plain"})
+
+
 @pytest.mark.parametrize(
     ("active_tokens", "decode_blocks", "cached", "said"),
     [(0, 12, 0, "24.5"), (0, 12, 6, "18.5")],
@@ -317,6 +324,7 @@ def test_the_worked_example_of_the_cost(active_tokens: int, decode_blocks: int, 
         f"for {SILENCE_S:g} s, while its rank answered at least {IN_WORDS[MIN_ANSWERS]} prompts",
         f"bounded by {CAPACITY_SLACK:g} times the blocks that its engine says it has, or {DEFAULT_CAPACITY_BLOCKS:,}",
         f"{MAX_BLOCKS:,} blocks and {MAX_ASSUMPTIONS:,} requests each",
+        f"or after {LONGEST_HOLD_S:g} s",
         f"{MAX_EVENTS:,} events or {MAX_BYTES >> 20} MiB a source",
     ],
 )

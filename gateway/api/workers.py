@@ -140,6 +140,8 @@ def inner_state(services: Services, drain_tasks: int) -> dict[str, int]:
         "prefill_background_tasks": len(services.tails),
         "drain_tasks": drain_tasks,
         "queued_requests": len(services.waiting),
+        "held_requests": services.coalescer.held,
+        "awaited_prefills": len(services.coalescer),
         "upstream_connections_active": services.client.active_connections,
         "open_tasks": services.client.connecting + services.tails.readers,
     }

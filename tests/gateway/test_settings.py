@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from backends.worker_spec import WorkerSpec
+from gateway.key_files import read_key_file, resolve_worker_keys
 from gateway.settings import (
     NOT_YET,
     Settings,
@@ -18,8 +19,6 @@ from gateway.settings import (
     load_settings,
     options,
     read_config_workers,
-    read_key_file,
-    resolve_worker_keys,
 )
 
 # Every option of the public interface.
