@@ -90,15 +90,16 @@ class HeldCall:
             self._wake()
 
     async def _sent(self) -> UpstreamCall:
-        while self._call is None:
+        while True:
             error = self._error
-            if error is not None:
+            if error is not None:  # an interruption also where it was sent before its waiter could run
                 if isinstance(error, CallInterrupted):
                     self._error = None
                 raise type(error)(*error.args)
+            if self._call is not None:
+                return self._call
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        return self._call
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
