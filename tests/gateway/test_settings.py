@@ -11,6 +11,7 @@ from backends.worker_spec import WorkerSpec
 from gateway.key_files import read_key_file, resolve_worker_keys
 from gateway.settings import (
     NOT_YET,
+    TUNED,
     Settings,
     SettingsError,
     build_parser,
@@ -137,6 +138,86 @@ def test_command_line_over_environment_over_file_over_default(tmp_path: Path) ->
     settings = load_settings(["--port", "3"], environ)
     assert (settings.port, settings.host, settings.max_attempts) == (3, "127.0.0.3", 5)
     assert settings.config == path
+
+
+# The profile.
+
+COST = {name: Settings.model_fields[name].default for name in TUNED}
+
+
+def cost(settings: Settings) -> dict[str, object]:
+    """The options that a profile is about."""
+    return {name: getattr(settings, name) for name in TUNED}
+
+
+@pytest.mark.parametrize("argv", [[], ["--kv-profile", "plain"]])
+def test_the_plain_profile_is_the_default(argv: list[str]) -> None:
+    settings = load_settings(argv, {})
+    assert settings.kv_profile == "plain"
+    assert cost(settings) == COST
+    assert settings == Settings()
+
+
+def test_the_tuned_profile_differs_in_what_it_names_alone(tmp_path: Path) -> None:
+    path = write(tmp_path / "f.toml", "[server]\nkv-profile = 'tuned'")
+    for settings in (
+        load_settings(["--kv-profile", "tuned"], {}),
+        load_settings([], {"FOREBAY_KV_PROFILE": "tuned"}),
+        load_settings(["--config", str(path)], {}),
+        Settings(kv_profile="tuned"),
+    ):
+        assert cost(settings) == TUNED
+        plain = settings.model_dump(exclude={"kv_profile", "config", *TUNED})
+        assert plain == Settings().model_dump(exclude={"kv_profile", "config", *TUNED})
+    assert all(COST[name] != value for name, value in TUNED.items())
+
+
+def test_every_value_of_the_tuned_profile_could_be_given() -> None:
+    argv = [text for name, value in TUNED.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    assert cost(load_settings(argv, {})) == TUNED
+
+
+@pytest.mark.parametrize("profile_from", ["file", "environment", "command line"])
+@pytest.mark.parametrize("given_by", ["file", "environment", "command line"])
+@pytest.mark.parametrize("name", TUNED)
+def test_an_option_that_is_given_wins_over_the_profile(
+    tmp_path: Path, name: str, given_by: str, profile_from: str
+) -> None:
+    argv: list[str] = []
+    environ: dict[str, str] = {}
+    lines = ["[server]"]
+    for source, key, value in ((profile_from, "kv_profile", "tuned"), (given_by, name, COST[name])):
+        if source == "file":
+            lines.append(f"{key} = {value!r}")
+        elif source == "environment":
+            environ[f"FOREBAY_{key.upper()}"] = str(value)
+        else:
+            argv += [f"--{key.replace('_', '-')}", str(value)]
+    path = write(tmp_path / "f.toml", "\n".join(lines))
+    settings = load_settings(["--config", str(path), *argv], environ)
+    assert settings.kv_profile == "tuned"
+    assert cost(settings) == {**TUNED, name: COST[name]}
+
+
+def test_the_last_word_on_the_profile_counts() -> None:
+    settings = load_settings(["--kv-profile", "plain"], {"FOREBAY_KV_PROFILE": "tuned", "FOREBAY_KV_GUARD": "shared"})
+    assert cost(settings) == {**COST, "kv_guard": "shared"}
+
+
+PROFILE_REFUSALS: dict[str, tuple[list[str], tuple[str, ...]]] = {
+    "no profile": (["--kv-profile", "best"], ("--kv-profile (command line): 'best'", "plain")),
+    "beside the profile": (["--kv-profile", "tuned", "--kv-max-wait-ratio", "-1"], ("--kv-max-wait-ratio", "'-1'")),
+    "no ratio": (["--kv-max-wait-ratio", "nan"], ("--kv-max-wait-ratio", "'nan'")),
+    "no tokens": (["--kv-coalesce-tokens", "-1"], ("--kv-coalesce-tokens", "'-1'")),
+    "parts of tokens": (["--kv-coalesce-tokens", "0.5"], ("--kv-coalesce-tokens", "'0.5'")),
+}
+
+
+@pytest.mark.parametrize("case", PROFILE_REFUSALS)
+def test_refusals_beside_a_profile(case: str) -> None:
+    argv, parts = PROFILE_REFUSALS[case]
+    text = refusal(argv)
+    assert all(part in text for part in parts), text
 
 
 def test_the_file_named_on_the_command_line_wins(tmp_path: Path) -> None:

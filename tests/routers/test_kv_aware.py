@@ -3,6 +3,7 @@
 import math
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -273,6 +274,75 @@ def test_the_limit_of_waiting(guard: Guard, case: str) -> None:
     policy = KvAware(random.Random(1), CostParameters(recompute_weight=1000.0), guard=guard, max_wait_tokens=limit)
     assert chosen(candidates, asked, policy) == where
     assert {one.worker_id for one in policy.explain(asked, candidates) if one.excluded == "late"} == late
+
+
+# Tokens and ratio; prefill in tokens, and blocks that are cached, of three ranks; who is late, and where it goes.
+RATIOS: dict[str, tuple[int, float, tuple[int, int, int], tuple[int, int, int], set[str], str]] = {
+    "no limit": (0, 0.0, (10**6, 0, 160), (100, 0, 0), set(), "w0"),
+    "waits for as long as it may": (0, 2.0, (4800, 0, 160), (100, 0, 0), set(), "w0"),
+    "would wait longer": (0, 2.0, (4801, 0, 160), (100, 0, 0), {"w0"}, "w1"),
+    "who saves less is not limited": (0, 0.001, (0, 10**6, 160), (100, 0, 0), set(), "w0"),
+    "who saves as much is not limited": (0, 0.001, (10**6, 0, 10**6), (100, 100, 0), set(), "w1"),
+    "what is saved more waits": (0, 1.0, (1600, 0, 10**5), (100, 50, 0), set(), "w0"),
+    "what is saved more would wait longer": (0, 1.0, (1601, 0, 10**5), (100, 50, 0), {"w0"}, "w1"),
+    "who saves less than others may be the soonest": (0, 1.0, (9999, 3300, 0), (100, 50, 0), {"w0", "w1"}, "w2"),
+    "in time by both": (500, 2.0, (2100, 0, 160), (100, 0, 0), set(), "w0"),
+    "late by tokens alone": (500, 2.0, (2101, 0, 160), (100, 0, 0), {"w0"}, "w1"),
+    "in time by a low ratio": (10**6, 0.5, (2400, 0, 160), (100, 0, 0), set(), "w0"),
+    "late by ratio alone": (10**6, 0.5, (2401, 0, 160), (100, 0, 0), {"w0"}, "w1"),
+    "tokens limit who saves less": (100, 2.0, (0, 0, 160), (100, 0, 0), {"w1", "w2"}, "w0"),
+}
+
+
+def waiting(tokens: Sequence[int], cached: Sequence[int]) -> tuple[list[Candidate], RouteRequest]:
+    """Ranks that have to compute so many tokens and hold so many blocks of a request, and that request."""
+    candidates = ranks(len(tokens))
+    for candidate, one in zip(candidates, tokens, strict=True):
+        busy(candidate, tokens=one)
+    return candidates, request(1600, device={f"w{index}": blocks for index, blocks in enumerate(cached) if blocks})
+
+
+@pytest.mark.parametrize("case", RATIOS)
+@pytest.mark.parametrize("guard", ["all", "shared"])
+def test_the_limit_of_waiting_for_what_is_saved(guard: Guard, case: str) -> None:
+    limit, ratio, tokens, cached, late, where = RATIOS[case]
+    candidates, asked = waiting(tokens, cached)
+    policy = KvAware(
+        random.Random(1),
+        CostParameters(recompute_weight=1000.0),
+        guard=guard,
+        max_wait_tokens=limit,
+        max_wait_ratio=ratio,
+    )
+    assert chosen(candidates, asked, policy) == where
+    assert {one.worker_id: one.excluded for one in policy.explain(asked, candidates)} == {
+        name: "late" if name in late else None for name in ("w0", "w1", "w2")
+    }
+
+
+@given(
+    tokens=st.lists(st.integers(0, 5000), min_size=3, max_size=3),
+    cached=st.lists(st.integers(0, 100), min_size=3, max_size=3),
+    limit=st.sampled_from([0, 1, 500, 4000]),
+    ratio=st.sampled_from([0.0, 0.25, 1.0, 4.0]),
+)
+def test_who_is_late_is_told_one_by_one(tokens: list[int], cached: list[int], limit: int, ratio: float) -> None:
+    candidates, asked = waiting(tokens, cached)
+    policy = KvAware(random.Random(1), max_wait_tokens=limit, max_wait_ratio=ratio)
+    excluded = [one.excluded for one in policy.explain(asked, candidates)]
+    until_first = [waits + 1600 - 16 * blocks for waits, blocks in zip(tokens, cached, strict=True)]
+    soonest = until_first.index(min(until_first))
+    for index, (ahead, blocks) in enumerate(zip(until_first, cached, strict=True)):
+        longer, saved = ahead - until_first[soonest], 16 * (blocks - cached[soonest])
+        is_late = (limit > 0 and longer > limit) or (ratio > 0 and saved > 0 and longer > ratio * saved)
+        assert excluded[index] == ("late" if is_late else None)
+    assert excluded[int(chosen(candidates, asked, policy)[1:])] is None
+
+
+@pytest.mark.parametrize("ratio", [-1.0, -0.001, math.inf, -math.inf, math.nan])
+def test_a_ratio_that_is_none_is_refused(ratio: float) -> None:
+    with pytest.raises(ValueError, match=f"max_wait_ratio is {ratio}, must be finite and at least 0"):
+        KvAware(random.Random(1), max_wait_ratio=ratio)
 
 
 def test_who_is_crowded_does_not_make_the_others_late() -> None:
