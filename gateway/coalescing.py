@@ -170,6 +170,11 @@ class Coalescer:
             coalescing.progressed(prefill, self._prefixes.announced_blocks(*self._sources[prefill]))
 
     def _end(self, coalescing: Coalescing, prefill: Prefill) -> None:
+        """A prefill is over; those that are stopped in the same step as it, such as all at a drain's end, do not go."""
+        if prefill in self._sources:
+            asyncio.get_running_loop().call_soon(self._ended, coalescing, prefill)
+
+    def _ended(self, coalescing: Coalescing, prefill: Prefill) -> None:
         if self._sources.pop(prefill, None) is not None:
             coalescing.end(prefill)
 
