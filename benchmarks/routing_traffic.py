@@ -17,6 +17,8 @@ import numpy as np
 
 # Of the recorded traces: one id of a piece stands for so many tokens.
 TRACE_PIECE_TOKENS: Final = 512
+# Time in ms, tokens of prompt and answer, and the pieces of the prompt.
+TraceRow = tuple[int, int, int, list[int]]
 _VOCABULARY: Final = 50_000
 _MIX: Final = np.uint64(0x9E3779B97F4A7C15)
 
@@ -107,9 +109,8 @@ def recorded(path: Path, *, requests: int, speedup: float, first: int = 0) -> Tr
     Raises:
         ValueError: A line is no such request.
     """
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
-        rows = [_row(line) for line in islice(lines, first, first + requests + 1)]
-    same: dict[int, list[tuple[int, int, int, list[int]]]] = {}
+    rows = trace_rows(path, first, first + requests + 1)
+    same: dict[int, list[TraceRow]] = {}
     for row in rows:
         same.setdefault(row[0], []).append(row)
     following = dict(pairwise(sorted(same)))
@@ -127,7 +128,17 @@ def recorded(path: Path, *, requests: int, speedup: float, first: int = 0) -> Tr
     return Traffic("conversations", turns, about)
 
 
-def _row(line: str) -> tuple[int, int, int, list[int]]:
+def trace_rows(path: Path, first: int = 0, end: int | None = None) -> list[TraceRow]:
+    """Read the requests of a trace from number ``first`` to before ``end``; see ``recorded``.
+
+    Raises:
+        ValueError: A line is no such request.
+    """
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
+        return [_row(line) for line in islice(lines, first, end)]
+
+
+def _row(line: str) -> TraceRow:
     try:
         row = json.loads(line)
         moment, length, ids = row["timestamp"], row["input_length"], row["hash_ids"]
