@@ -75,7 +75,7 @@ class Coalescer:
 
     def send(
         self,
-        prompt: Prompt | None,
+        prompt: Prompt,
         choice: Placement,
         booking: Booking,
         send: Callable[[], UpstreamCall],
@@ -99,13 +99,7 @@ class Coalescer:
             The call, and the booking as it is to be used from now on.
         """
         coalescing, blocks, group = self._coalescing, choice.prompt, choice.candidate.group
-        if (
-            coalescing is None
-            or prompt is None
-            or blocks is None
-            or group is None
-            or group.engine is not EngineKind.SGLANG
-        ):
+        if coalescing is None or blocks is None or group is None or group.engine is not EngineKind.SGLANG:
             return send(), booking
         key, hashes, block_size = choice.candidate.key, blocks.sequence_hashes, blocks.block_size
         prefill = None

@@ -7,6 +7,7 @@ from backends.base import NO_CHANGES
 from backends.cancel_policy import CancelPolicy, LegKind, abort_capability, cancel_policy
 from backends.leg import Booking, Leg
 from backends.types import EngineFacts, EngineIds, EngineKind
+from backends.upstream.base import UpstreamCall, UpstreamRequest
 from gateway.envelope import Envelope
 from gateway.expand import choice_changes, choice_ids
 from gateway.ids import IdMap, id_map
@@ -179,15 +180,7 @@ class Sender:
                 headers=self._envelope.headers,
                 changes=changes,
             )
-            call, booking = services.coalescer.send(
-                self._prompt,
-                self.choice,
-                booking,
-                functools.partial(services.client.send, member.worker.origin, request),
-                may_wait=self._envelope.batch_size is None,
-                is_stream=self.is_stream,
-                waited=None if self.legs else self._waited,
-            )
+            call, booking = self._start(request, booking)
         except BaseException:
             booking.release()
             raise
@@ -210,6 +203,21 @@ class Sender:
             services.fleet.sent(member, services.clock())
         self.legs.append(leg)
         self.sent_ids += engine_ids.sent
+
+    def _start(self, request: UpstreamRequest, booking: Booking) -> tuple[UpstreamCall, Booking]:
+        """Write it, or hold it back; returns the booking as it is to be used from now on."""
+        services, origin = self._services, self.member.worker.origin
+        if self._prompt is None:
+            return services.client.send(origin, request), booking
+        return services.coalescer.send(
+            self._prompt,
+            self.choice,
+            booking,
+            functools.partial(services.client.send, origin, request),
+            may_wait=self._envelope.batch_size is None,
+            is_stream=self.is_stream,
+            waited=None if self.legs else self._waited,
+        )
 
 
 @functools.lru_cache(maxsize=256)
