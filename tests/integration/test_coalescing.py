@@ -14,6 +14,7 @@ import pytest
 
 import gateway.coalescing
 from gateway.access_log import AccessRecord
+from routers.load import RankLoad
 from tests.fakes.kv_fleet import BLOCK, PROMPT, Fleet, fleet
 from tests.fakes.running import PATIENCE_S, TIME_SCALE, RunningGateway, running_gateway, until
 from tests.fakes.script_engine import Reply, ScriptEngine, SeenRequest, script_engine
@@ -148,6 +149,21 @@ async def test_a_beginning_that_is_there_is_waited_for_by_nobody() -> None:
         assert await scrape(f.gateway) == counts(0)
 
 
+async def test_what_was_computed_before_anybody_asked_is_waited_for_by_nobody() -> None:
+    """The first one still runs, and its unary answer is far away."""
+    async with fleet(1, gateway=ON, inter_token_ms=20, **SLOW) as f, wire(f.gateway.address) as first:
+        await f.generate([900, *PROMPT[1:]])
+        endless = {"input_ids": SIBLING, "sampling_params": {"max_new_tokens": 30_000, "ignore_eos": True}}
+        await first.send(request_bytes("/generate", endless))
+        worker = f.engines[0].url.removeprefix("http://")
+        await until(lambda: f.gateway.gateway.kv.blocks(worker, 0) >= 2 * BLOCKS, "its prompt is announced")
+        assert f.gateway.state()["awaited_prefills"] == 1
+        assert cached_tokens(await f.generate(SIBLING)) == len(PROMPT)
+        first.close()
+        await f.gateway.settle()
+        assert await scrape(f.gateway) == counts(0)
+
+
 async def test_who_shares_less_than_the_option_says_does_not_wait() -> None:
     async with fleet(1, gateway={"kv_coalesce_tokens": 4 * BLOCK + 1}, **SLOW) as f:
         await f.generate([900, *PROMPT[1:]])
@@ -186,6 +202,12 @@ class Stage:
         self._kept: dict[int, list[str]] = {}
         for engine in engines:
             engine.script = self._script
+
+    @property
+    def load(self) -> RankLoad:
+        """What is booked at the first engine."""
+        (load,) = next(iter(self.gateway.gateway.services.fleet)).loads
+        return load
 
     def seen(self) -> list[int]:
         """Whom engines have seen."""
@@ -320,6 +342,8 @@ async def test_they_go_at_the_first_output() -> None:
         for follower in (stream, unary):
             assert (await follower.answer()).status == 200
         assert s.seen() == [1, 2, 3]
+        await until(lambda: s.load.in_flight == 1, "the first one alone is left")
+        assert (s.load.prefill_tokens, s.gateway.state()["awaited_prefills"]) == (0, 0)
         s.lets(1)
         assert (await leader.body(200, {"transfer-encoding": "chunked"})).is_whole
         assert [(await s.record(name)).queue_s is None for name in (1, 2, 3)] == [True, False, False]
@@ -365,7 +389,7 @@ async def test_a_request_that_is_tried_again_elsewhere_is_waited_for_no_more() -
 async def test_one_that_leaves_while_it_is_held_reaches_no_engine(leaves: str, is_stream: bool) -> None:
     async with stage() as s:
         leader = await s.leads()
-        (load,) = next(iter(s.gateway.gateway.services.fleet)).loads
+        load = s.load
         before = load.in_flight, load.blocks, load.prefill_tokens
         follower = await s.follows(stream=is_stream)
         assert load.in_flight == 2
@@ -425,6 +449,9 @@ async def test_samples_wait_once_or_each_and_a_batch_never() -> None:
         assert len((await apart.answer()).json()) == 2
         assert sorted(s.seen()) == [1, 2, 3, 3, 4]
         assert (await leader.answer()).status == 200
+        waited = await s.record(3)
+        assert waited.queue_s is not None
+        assert waited.queue_s <= waited.duration_s  # counted once for both
         await s.ends(3)
 
 
@@ -450,6 +477,18 @@ async def test_other_prompts_and_other_workers_hold_nobody() -> None:
         await s.ends(0)
 
 
+async def test_a_beginning_that_was_sent_before_is_waited_for_by_nobody() -> None:
+    async with stage() as s:
+        assert (await (await s.send(9)).answer()).status == 200
+        leader = await s.leads(input_ids=[*PROMPT, *range(500, 500 + len(PROMPT)), 1])
+        assert (await (await s.send(2)).answer()).status == 200
+        further = await s.follows(3, input_ids=[*PROMPT, *range(500, 500 + BLOCK), 3])
+        s.lets(1)
+        for one in (leader, further):
+            assert (await one.answer()).status == 200
+        await s.ends(1)
+
+
 async def test_nobody_is_held_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway.coalescing, "LONGEST_HOLD_S", SOON_S)
     async with stage() as s:
@@ -463,6 +502,24 @@ async def test_nobody_is_held_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
         s.lets(1)
         assert (await leader.answer()).status == 200
         await s.ends(1, late=1)
+
+
+async def test_who_went_in_time_or_left_is_not_late_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway.coalescing, "LONGEST_HOLD_S", 10 * SOON_S)
+    async with stage() as s:
+        first = await s.leads()
+        in_time, left = await s.follows(2), await s.follows(3, count=2)
+        left.close()
+        await s.record(3)
+        s.lets(1)
+        for one in (first, in_time):
+            assert (await one.answer()).status == 200
+        second = await s.leads(4, input_ids=[5, *PROMPT, 4])
+        late = await s.send(5, input_ids=[5, *PROMPT, 5])
+        assert (await late.answer()).status == 200  # by now the others would be late, too
+        s.lets(4)
+        assert (await second.answer()).status == 200
+        await s.ends(3, late=1)
 
 
 async def test_a_wait_is_in_the_seconds_of_the_queue() -> None:
