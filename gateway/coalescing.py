@@ -14,10 +14,13 @@ from backends.upstream.held_call import HeldCall
 from gateway.prefixes import Prefixes
 from gateway.prompts import Prompt
 from routers.coalescing import Coalescing, Prefill
-from routers.types import Placement
+from routers.types import Placement, RankKey
 
 # Longer than most prefills take; later a request waits in the engine's queue, as it would have done from the beginning.
 LONGEST_HOLD_S: Final = 30.0
+# A rank whose events did not tell of a prefill that has ended is not waited for by them for this long: its cache may be
+# switched off, or what it sends be lost.
+MUTE_S: Final = 60.0
 
 
 class Coalescer:
@@ -49,6 +52,7 @@ class Coalescer:
         self._clock = clock
         self._sources: dict[Prefill, tuple[Prompt, Placement]] = {}
         self._stored: set[str] = set()
+        self._mute_until: dict[RankKey, float] = {}
         self.held_total = 0
         self.late_total = 0
 
@@ -108,12 +112,31 @@ class Coalescer:
             prefill = coalescing.shared_with(key, hashes, block_size, cached)
         if prefill is not None:
             return self._hold(coalescing, prefill, choice, send, waited), booking
-        if is_stream or self._prefixes.hears_of(prompt, choice):
+        if is_stream or self._hears_of(prompt, choice):
             prefill = coalescing.begin(key, hashes, block_size, choice.overlap_blocks or 0)
             if prefill is not None:
                 self._sources[prefill] = prompt, choice
-                booking = _Prefilling(booking, functools.partial(self._end, coalescing, prefill))
+                end = functools.partial(self._end, coalescing, prefill)
+                booking = _Prefilling(
+                    booking, end if is_stream else functools.partial(self._answered, prefill, end), end
+                )
         return send(), booking
+
+    def _hears_of(self, prompt: Prompt, choice: Placement) -> bool:
+        """Whether the events of the rank will tell when a prompt is cached there."""
+        key = choice.candidate.key
+        return self._clock() >= self._mute_until.get(key, 0.0) and self._prefixes.hears_of(prompt, choice)
+
+    def _answered(self, prefill: Prefill, end: Callable[[], None]) -> None:
+        """A request that shows nothing before its end has ended; its events should have told of its prefill."""
+        if prefill.waiting:
+            self._mute(prefill.key)
+        end()
+
+    def _mute(self, key: RankKey) -> None:
+        now = self._clock()
+        self._mute_until = {known: until for known, until in self._mute_until.items() if until > now}
+        self._mute_until[key] = now + MUTE_S
 
     def _hold(
         self,
@@ -136,6 +159,7 @@ class Coalescer:
 
         def late() -> None:
             self.late_total += 1
+            self._mute(prefill.key)
             waiting.go()
 
         def left() -> None:
@@ -176,16 +200,17 @@ class Coalescer:
 class _Prefilling:
     """The booking of a request for which others wait."""
 
-    __slots__ = ("_booking", "_end")
+    __slots__ = ("_booking", "_end", "_shown")
 
-    def __init__(self, booking: Booking, end: Callable[[], None]) -> None:
+    def __init__(self, booking: Booking, shown: Callable[[], None], end: Callable[[], None]) -> None:
         self._booking = booking
+        self._shown = shown
         self._end = end
 
     def first_token(self) -> None:
         """The prefill is over."""
         self._booking.first_token()
-        self._end()
+        self._shown()
 
     def release(self) -> None:
         """Everything is."""

@@ -251,9 +251,11 @@ class Prefixes:
         return Sent(assumed, assumed.add(key, blocks.sequence_hashes, self._clock()))
 
     def hears_of(self, prompt: Prompt, placement: Placement) -> bool:
-        """Whether the rank will announce the prompt's blocks in a way that is understood here."""
-        group = placement.candidate.group
-        return group is not None and group.engine in prompt.ids and self._follows(placement.candidate.key)
+        """Whether the rank will announce the prompt's blocks in a way that is understood here, as far as is known."""
+        key, group = placement.candidate.key, placement.candidate.group
+        if group is None or group.engine not in prompt.ids:
+            return False
+        return self._knows_all(key) or (self._follows(key) and self._kv.blocks(*key) > 0)
 
     def announced_blocks(self, prompt: Prompt, placement: Placement) -> int:
         """Leading blocks of a prompt that the rank has by its events, without what is assumed."""

@@ -1,0 +1,40 @@
+"""Requests are not held back for what a rank was to tell and does not."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+import gateway.coalescing
+from tests.fakes.kv_fleet import BLOCK, PROMPT, Fleet, fleet
+from tests.fakes.running import PATIENCE_S
+from tests.fakes.wire import call
+
+ON: dict[str, Any] = {"kv_coalesce_tokens": BLOCK}
+
+
+async def two_at_once(f: Fleet, first: int, at_engine: int) -> None:
+    """Send one prompt twice while the engine's time stands still, and let go when so many have arrived."""
+    (engine,) = f.engines
+    engine.freeze()
+    body = {"input_ids": [first, *PROMPT], "sampling_params": {"max_new_tokens": 2, "ignore_eos": True}}
+    async with asyncio.TaskGroup() as group:
+        calls = [group.create_task(call(f.gateway.address, "/generate", body)) for _ in range(2)]
+        await engine.wait_for(lambda one: one.running + one.waiting == at_engine, PATIENCE_S)
+        engine.thaw()
+    assert {one.result().status for one in calls} == {200}
+
+
+@pytest.mark.parametrize(("mute_s", "at_engine", "held"), [(60.0, 2, 1.0), (0.0, 1, 2.0)], ids=["mute", "heard again"])
+async def test_a_rank_that_has_fallen_silent_is_waited_for_once(
+    monkeypatch: pytest.MonkeyPatch, mute_s: float, at_engine: int, held: float
+) -> None:
+    monkeypatch.setattr(gateway.coalescing, "MUTE_S", mute_s)
+    async with fleet(1, gateway=ON) as f:
+        await f.generate(PROMPT)
+        await f.settled()
+        f.engines[0].add_fault(at="kv", do="silence", times=1)
+        await two_at_once(f, 500, 1)
+        await two_at_once(f, 600, at_engine)
+        page = (await f.gateway.client.get("/metrics")).text
+        assert f"\nforebay_coalesced_total {held}\n" in page
