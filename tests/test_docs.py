@@ -15,7 +15,7 @@ from backends import pair_types
 from backends.errors import AnswerTooLarge, UpstreamError
 from backends.prefill_events import PrefillRefused
 from gateway.access_log import AccessRecord, format_text
-from gateway.coalescing import LONGEST_HOLD_S
+from gateway.coalescing import LONGEST_HOLD_S, MUTE_S
 from gateway.errors import ErrorReport, InvalidRequest, engine_failure, report_of
 from gateway.kv_silence import MIN_ANSWERS, SILENCE_S
 from gateway.options import Option
@@ -325,6 +325,7 @@ def test_the_worked_example_of_the_cost(active_tokens: int, decode_blocks: int, 
         f"bounded by {CAPACITY_SLACK:g} times the blocks that its engine says it has, or {DEFAULT_CAPACITY_BLOCKS:,}",
         f"{MAX_BLOCKS:,} blocks and {MAX_ASSUMPTIONS:,} requests each",
         f"or after {LONGEST_HOLD_S:g} s",
+        f"not relied on for the next {MUTE_S:g} s",
         f"{MAX_EVENTS:,} events or {MAX_BYTES >> 20} MiB a source",
     ],
 )
