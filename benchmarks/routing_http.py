@@ -8,18 +8,20 @@ import random
 import re
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
 from benchmarks.processes import BenchmarkFailed, Children, call, forebay_command, free_port, wait_until
 from benchmarks.procfs import LOAD_CORE, TEST_CORE
 from benchmarks.routing_engine import Setup
-from benchmarks.routing_sim import Figures, Run
+from benchmarks.routing_sim import Figures
 from benchmarks.routing_traffic import Traffic, sample_groups, token_ids
-from routers.registry import make_policy
 
-_POLICIES: Final = ("kv-aware", "least-loaded", "round-robin")
+# As ``routing_quality`` names them.
+_POLICIES: Final = ("kv-aware", "kv-aware/tuned", "least-loaded", "round-robin")
+# How a policy fares on the virtual clock: its name, the traffic, the engines, and a seed.
+Virtual = Callable[[str, Traffic, Setup, int], Figures]
 _SETUP: Final = Setup(
     engines=3,
     page_tokens=16,
@@ -55,7 +57,7 @@ def traffic(seed: int) -> Traffic:
     )
 
 
-async def measure_over_http(seed: int) -> None:
+async def measure_over_http(seed: int, virtual: Virtual) -> None:
     """Print, for some policies, the figures of both ways.
 
     Raises:
@@ -65,7 +67,7 @@ async def measure_over_http(seed: int) -> None:
     print(f"{what.requests} requests; {what.about}; {_SETUP}\n")
     print("| policy | way | tokens hit | of prompts | TTFT p50 s | TTFT p99 s |\n| --- | --- | --- | --- | --- | --- |")
     for policy in _POLICIES:
-        _print(policy, "virtual", Run(make_policy(policy, seed), _SETUP).go(what))
+        _print(policy, "virtual", virtual(policy, what, _SETUP, seed))
         with tempfile.TemporaryDirectory() as temp, Children(Path(temp)) as children:
             port = _start(children, policy, seed)
             await asyncio.sleep(_SETTLE_S)
@@ -101,7 +103,9 @@ def _start(children: Children, policy: str, seed: int) -> int:
         wait_until(functools.partial(_answers, port), children.check, "an engine")
     gateway = free_port()
     workers = [word for port in engines for word in ("--worker", f"http://127.0.0.1:{port}")]
-    command = [*forebay_command(), "serve", "--port", str(gateway), "--policy", policy, *workers]
+    name, _, profile = policy.partition("/")
+    command = [*forebay_command(), "serve", "--port", str(gateway), "--policy", name, *workers]
+    command += ["--kv-profile", profile or "plain"]
     children.start("gateway", command, TEST_CORE)
 
     def is_ready() -> bool:

@@ -210,7 +210,7 @@ def main() -> None:
     options = _options()
     logging.getLogger("forebay").addHandler(_Raise())
     if options.http:
-        asyncio.run(measure_over_http(options.seed))
+        asyncio.run(measure_over_http(options.seed, run))
         return
     for traffic in _traffics(options):
         setup = Setup(
