@@ -184,8 +184,12 @@ class Coalescer:
 
     def _look(self, coalescing: Coalescing, worker_id: str) -> None:
         self._stored.discard(worker_id)
+        # Those for which nobody waits yet are looked at too, since what was announced may be forgotten before they end.
         for prefill in coalescing.on(worker_id):
-            coalescing.progressed(prefill, self._prefixes.announced_blocks(*self._sources[prefill]))
+            blocks = self._prefixes.announced_blocks(*self._sources[prefill])
+            coalescing.progressed(prefill, blocks)
+            if blocks >= len(prefill.hashes):
+                self._ended(coalescing, prefill)
 
     def _end(self, coalescing: Coalescing, prefill: Prefill) -> None:
         """A prefill is over; those that are stopped in the same step as it, such as all at a drain's end, do not go."""

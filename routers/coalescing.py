@@ -135,13 +135,9 @@ class Coalescing:
         return waiting
 
     def on(self, worker_id: str) -> list[Prefill]:
-        """Prefills of a worker's ranks for which somebody waits."""
+        """Prefills of a worker's ranks."""
         return [
-            prefill
-            for key, prefills in self._prefills.items()
-            if key.worker_id == worker_id
-            for prefill in prefills
-            if prefill.waiting
+            prefill for key, prefills in self._prefills.items() if key.worker_id == worker_id for prefill in prefills
         ]
 
     def progressed(self, prefill: Prefill, cached_blocks: int) -> None:

@@ -11,11 +11,15 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
+import zmq
 
 import gateway.coalescing
 from gateway.access_log import AccessRecord
+from kv_events.hashing import pack_tokens
+from kv_events.types import AllBlocksCleared, BlockStored
 from routers.load import RankLoad
-from tests.fakes.kv_fleet import BLOCK, PROMPT, Fleet, fleet
+from tests.fakes.kv_fleet import BLOCK, PROMPT, Fleet, announces, fleet
+from tests.fakes.kv_publisher import kv_publisher
 from tests.fakes.running import PATIENCE_S, TIME_SCALE, RunningGateway, running_gateway, until
 from tests.fakes.script_engine import Reply, ScriptEngine, SeenRequest, script_engine
 from tests.fakes.wire import Answer, Wire, call, request_bytes, wire
@@ -129,7 +133,7 @@ async def test_by_the_events_they_go_while_the_first_still_runs(is_stream: bool)
             engine.thaw()
         assert [cached_tokens(one.result()) for one in calls] == [len(PROMPT)] * 3
         assert engine.running == 1
-        assert f.gateway.state()["awaited_prefills"] == 1
+        assert f.gateway.state()["awaited_prefills"] == 0
         first.close()
         await f.gateway.settle()
         assert await scrape(f.gateway) == counts(3)
@@ -157,7 +161,7 @@ async def test_what_was_computed_before_anybody_asked_is_waited_for_by_nobody() 
         await first.send(request_bytes("/generate", endless))
         worker = f.engines[0].url.removeprefix("http://")
         await until(lambda: f.gateway.gateway.kv.blocks(worker, 0) >= 2 * BLOCKS, "its prompt is announced")
-        assert f.gateway.state()["awaited_prefills"] == 1
+        await until(lambda: f.gateway.state()["awaited_prefills"] == 0, "that is noted")
         assert cached_tokens(await f.generate(SIBLING)) == len(PROMPT)
         first.close()
         await f.gateway.settle()
@@ -632,3 +636,37 @@ async def test_at_the_drain_s_end_who_is_held_reaches_no_engine(is_stream: bool)
         assert {record.outcome for record in s.gateway.records[-3:]} == {"shutdown"}
         assert s.seen() == [1]
         await s.gateway.settle()
+
+
+# Events that come no more.
+
+
+@pytest.mark.parametrize("how", ["cleared", "lost"])
+async def test_who_has_computed_its_prompt_holds_nobody_when_events_forget_it(how: str) -> None:
+    """Its unary answer may be minutes away."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    async with AsyncExitStack() as outer:
+        outer.callback(context.destroy, linger=0)
+        publisher = await outer.enter_async_context(kv_publisher(context, has_replay=False))
+        engine = await outer.enter_async_context(script_engine())
+        announces(engine, publisher)
+        running = await outer.enter_async_context(running_gateway(engine.url, seed=1, **ON))
+        s = Stage([engine], running, await outer.enter_async_context(AsyncExitStack()))
+        kv, worker = running.gateway.kv, engine.url.removeprefix("http://")
+        await until(lambda: publisher.subscriptions >= 1 and kv.is_trusted((worker, 0)), "the source is trusted")
+        names = tuple(range(1, BLOCKS + 1))
+        publisher.publish(BlockStored((98,), None, pack_tokens([2] * BLOCK), BLOCK))
+        await until(lambda: kv.blocks(worker, 0) == 1, "the rank has been heard")
+        leader = await s.leads(stream=False)
+        assert running.state()["awaited_prefills"] == 1
+        publisher.publish(BlockStored(names, None, pack_tokens(PROMPT), BLOCK))
+        await until(lambda: kv.blocks(worker, 0) == 1 + BLOCKS, "its prompt is announced")
+        publisher.publish(AllBlocksCleared(), is_lost=how == "lost")
+        publisher.publish(BlockStored((99,), None, pack_tokens([3] * BLOCK), BLOCK))
+        await until(lambda: kv.position(worker, 0)[1] == 3, "the last events have come")
+        await s.passes()
+        for name in (2, 3):
+            assert (await (await s.send(name, stream=False)).answer()).status == 200
+        s.lets(1)
+        assert (await leader.answer()).status == 200
+        await s.ends(0)
