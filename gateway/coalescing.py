@@ -160,7 +160,7 @@ class Coalescer:
         def late() -> None:
             self.late_total += 1
             self._mute(prefill.key)
-            waiting.go()
+            self._ended(coalescing, prefill)  # nobody else waits for it any longer
 
         def left() -> None:
             timer.cancel()

@@ -258,12 +258,16 @@ class Prefixes:
         return self._knows_all(key) or (self._follows(key) and self._kv.blocks(*key) > 0)
 
     def announced_blocks(self, prompt: Prompt, placement: Placement) -> int:
-        """Leading blocks of a prompt that the rank has by its events, without what is assumed."""
+        """Leading blocks of a prompt that the rank has by its events, without what is assumed; never raises."""
         key, group = placement.candidate.key, placement.candidate.group
-        namespace = self._namespace(prompt, key.worker_id)
-        if group is None or namespace is None or not self.hears_of(prompt, placement):
+        try:
+            namespace = self._namespace(prompt, key.worker_id)
+            if group is None or namespace is None or not self.hears_of(prompt, placement):
+                return 0
+            return self._by_events(prompt, group, namespace, prompt.hashes(group, namespace)).device.get(key, 0)
+        except Exception:
+            logger.exception("what worker %s has announced could not be looked up", key.worker_id)
             return 0
-        return self._by_events(prompt, group, namespace, prompt.hashes(group, namespace)).device.get(key, 0)
 
     def failed(self, sent: Sent | None) -> None:
         """A request ended before its first output: it has left nothing where it was sent."""

@@ -169,6 +169,7 @@ class Sender:
         services, member, facts = self._services, self.member, self.facts
         backend = services.backends[facts.engine]
         booking: Booking = self._book(requests, prompt_tokens)
+        is_trial = member.worker.id in services.fleet.tripped
         try:
             request = backend.generation_request(
                 member.worker,
@@ -180,11 +181,10 @@ class Sender:
                 headers=self._envelope.headers,
                 changes=changes,
             )
-            call, booking = self._start(request, booking)
+            call, booking = self._start(request, booking, is_trial=is_trial)
         except BaseException:
             booking.release()
             raise
-        is_trial = member.worker.id in services.fleet.tripped
         reveals_ids = engine_ids.has_children and self.is_stream
         leg = Leg(
             worker=member.worker,
@@ -204,8 +204,8 @@ class Sender:
         self.legs.append(leg)
         self.sent_ids += engine_ids.sent
 
-    def _start(self, request: UpstreamRequest, booking: Booking) -> tuple[UpstreamCall, Booking]:
-        """Write it, or hold it back; returns the booking as it is to be used from now on."""
+    def _start(self, request: UpstreamRequest, booking: Booking, *, is_trial: bool) -> tuple[UpstreamCall, Booking]:
+        """Write it, or hold it back unless all wait for its result; returns the booking to be used from now on."""
         services, origin = self._services, self.member.worker.origin
         if self._prompt is None:
             return services.client.send(origin, request), booking
@@ -214,7 +214,7 @@ class Sender:
             self.choice,
             booking,
             functools.partial(services.client.send, origin, request),
-            may_wait=self._envelope.batch_size is None,
+            may_wait=self._envelope.batch_size is None and not is_trial,
             is_stream=self.is_stream,
             waited=None if self.legs else self._waited,
         )

@@ -38,3 +38,15 @@ async def test_a_rank_that_has_fallen_silent_is_waited_for_once(
         await two_at_once(f, 600, at_engine)
         page = (await f.gateway.client.get("/metrics")).text
         assert f"\nforebay_coalesced_total {held}\n" in page
+
+
+async def test_a_look_up_that_fails_costs_the_wait_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with fleet(1, gateway=ON) as f:
+        await f.generate(PROMPT)
+        await f.settled()
+        monkeypatch.setattr(f.gateway.gateway.services.prefixes, "_by_events", lambda *_: 1 / 0)
+        await two_at_once(f, 500, 1)
+        assert "could not be looked up" in caplog.text
+        caplog.clear()
