@@ -11,15 +11,16 @@ from backends.leg import Booking
 from backends.types import EngineKind
 from backends.upstream.base import UpstreamCall
 from backends.upstream.held_call import HeldCall
+from gateway.kv_silence import Position
 from gateway.prefixes import Prefixes
 from gateway.prompts import Prompt
 from routers.coalescing import Coalescing, Prefill
-from routers.types import Placement, RankKey
+from routers.types import Placement, PromptBlocks, RankKey
 
 # Longer than most prefills take; later a request waits in the engine's queue, as it would have done from the beginning.
 LONGEST_HOLD_S: Final = 30.0
-# A rank whose events did not tell of a prefill that has ended is not waited for by them for this long: its cache may be
-# switched off, or what it sends be lost.
+# A rank that told nothing while it computed a prompt is not waited for by its events until it does, or for this long:
+# its cache may be switched off, or what it sends be lost.
 MUTE_S: Final = 60.0
 
 
@@ -28,7 +29,8 @@ class Coalescer:
 
     A request is placed and booked at once, so that the choices after it reckon with it; only its write waits, until
     nearly all that it shares is announced as cached, until the first output or the end of the request that computes it,
-    or for ``LONGEST_HOLD_S``.
+    or for ``LONGEST_HOLD_S``. What is there by then may be a beginning that many share; of those that share more, the
+    first one to go is then waited for in the same way.
 
     Only for SGLang: vLLM finds blocks in the step in which they are computed.
 
@@ -52,7 +54,7 @@ class Coalescer:
         self._clock = clock
         self._sources: dict[Prefill, tuple[Prompt, Placement]] = {}
         self._stored: set[str] = set()
-        self._mute_until: dict[RankKey, float] = {}
+        self._mute: dict[RankKey, tuple[Position, float]] = {}
         self.held_total = 0
         self.late_total = 0
 
@@ -105,49 +107,86 @@ class Coalescer:
         coalescing, blocks, group = self._coalescing, choice.prompt, choice.candidate.group
         if coalescing is None or blocks is None or group is None or group.engine is not EngineKind.SGLANG:
             return send(), booking
-        key, hashes, block_size = choice.candidate.key, blocks.sequence_hashes, blocks.block_size
-        prefill = None
+        lead = _Prefilling(booking)
+        begins = functools.partial(self._begin, coalescing, prompt, choice, lead, is_stream=is_stream)
         if may_wait:
-            cached = functools.partial(self._prefixes.announced_blocks, prompt, choice)
-            prefill = coalescing.shared_with(key, hashes, block_size, cached)
-        if prefill is not None:
-            return self._hold(coalescing, prefill, choice, send, waited), booking
+            shares = functools.partial(self._shares, coalescing, prompt, choice)
+            prefill = shares(0)
+            if prefill is not None:
+                return self._hold(coalescing, prefill, blocks, shares, begins, send, waited), lead
+        begins(choice.overlap_blocks or 0)
+        return send(), lead
+
+    def _shares(self, coalescing: Coalescing, prompt: Prompt, choice: Placement, there: int) -> Prefill | None:
+        """What computes enough of a prompt to wait for, of which so many leading blocks are there at least."""
+        blocks = choice.prompt
+        assert blocks is not None
+
+        def cached() -> int:
+            return max(there, self._prefixes.announced_blocks(prompt, choice))
+
+        return coalescing.shared_with(choice.candidate.key, blocks.sequence_hashes, blocks.block_size, cached)
+
+    def _begin(
+        self,
+        coalescing: Coalescing,
+        prompt: Prompt,
+        choice: Placement,
+        lead: "_Prefilling",
+        cached_blocks: int,
+        *,
+        is_stream: bool,
+    ) -> None:
+        """A prompt is about to be computed, but for so many leading blocks: others may wait for it, if it is seen."""
+        blocks = choice.prompt
+        assert blocks is not None
         if is_stream or self._hears_of(prompt, choice):
-            prefill = coalescing.begin(key, hashes, block_size, choice.overlap_blocks or 0)
+            key = choice.candidate.key
+            prefill = coalescing.begin(key, blocks.sequence_hashes, blocks.block_size, cached_blocks)
             if prefill is not None:
                 self._sources[prefill] = prompt, choice
-                end = functools.partial(self._end, coalescing, prefill)
-                booking = _Prefilling(
-                    booking, end if is_stream else functools.partial(self._answered, prefill, end), end
-                )
-        return send(), booking
+                position = None if is_stream else self._prefixes.position(key)
+                lead.shown = functools.partial(self._shown, coalescing, prefill, position)
+                lead.end = functools.partial(self._end, coalescing, prefill)
 
     def _hears_of(self, prompt: Prompt, choice: Placement) -> bool:
         """Whether the events of the rank will tell when a prompt is cached there."""
         key = choice.candidate.key
-        return self._clock() >= self._mute_until.get(key, 0.0) and self._prefixes.hears_of(prompt, choice)
+        position, until = self._mute.get(key, (None, 0.0))
+        is_mute = self._clock() < until and self._prefixes.position(key) == position
+        return not is_mute and self._prefixes.hears_of(prompt, choice)
 
-    def _answered(self, prefill: Prefill, end: Callable[[], None]) -> None:
-        """A request that shows nothing before its end has ended; its events should have told of its prefill."""
-        if prefill.waiting:
-            self._mute(prefill.key)
-        end()
+    def _shown(self, coalescing: Coalescing, prefill: Prefill, position: Position | None) -> None:
+        """The first output is here, so that the prompt is; of an answer in one piece events should have told before.
 
-    def _mute(self, key: RankKey) -> None:
-        now = self._clock()
-        self._mute_until = {known: until for known, until in self._mute_until.items() if until > now}
-        self._mute_until[key] = now + MUTE_S
+        ``position`` is the one from when that began.
+        """
+        if prefill.waiting and position is not None:
+            self._judge_silence(prefill.key, position)
+        prefill.cached_blocks = len(prefill.hashes)
+        self._end(coalescing, prefill)
+
+    def _judge_silence(self, key: RankKey, position: Position) -> None:
+        """A rank should have told of a prefill; whether it has told anything since that began shows what it is worth.
+
+        A busy rank tells of others meanwhile, and of a short answer an engine may tell after that.
+        """
+        if self._prefixes.position(key) == position:
+            now = self._clock()
+            self._mute = {known: mute for known, mute in self._mute.items() if mute[1] > now}
+            self._mute[key] = position, now + MUTE_S
 
     def _hold(
         self,
         coalescing: Coalescing,
         prefill: Prefill,
-        choice: Placement,
+        blocks: PromptBlocks,
+        shares: Callable[[int], Prefill | None],
+        begins: Callable[[int], None],
         send: Callable[[], UpstreamCall],
         waited: Callable[[float], None] | None,
     ) -> UpstreamCall:
-        assert choice.prompt is not None
-        begun = self._clock()
+        begun, position = self._clock(), self._prefixes.position(prefill.key)
         self.held_total += 1
 
         def send_now() -> UpstreamCall:
@@ -159,20 +198,12 @@ class Coalescer:
 
         def late() -> None:
             self.late_total += 1
-            self._mute(prefill.key)
-            self._ended(coalescing, prefill)  # nobody else waits for it any longer
+            self._judge_silence(held.prefill.key, position)
+            self._ended(coalescing, held.prefill)  # nobody else waits for it any longer
 
-        def left() -> None:
-            timer.cancel()
-            waiting.leave()
-
-        def go() -> None:
-            timer.cancel()
-            call.send_now()
-
-        call = HeldCall(send_now, left)
-        waiting = coalescing.wait(prefill, choice.prompt.sequence_hashes, choice.prompt.block_size, go)
-        timer = asyncio.get_running_loop().call_later(LONGEST_HOLD_S, late)
+        held = _Held(coalescing, prefill, blocks, shares, begins)
+        call = HeldCall(send_now, held.leave)
+        held.wait(call.send_now, asyncio.get_running_loop().call_later(LONGEST_HOLD_S, late))
         return call
 
     def stored(self, worker_id: str) -> None:
@@ -201,22 +232,76 @@ class Coalescer:
             coalescing.end(prefill)
 
 
+class _Held:
+    """A request that is held back, for one prefill after another where each has more of its prompt.
+
+    Those that share a system prompt with the first of all wait for that, and then for the first that shares more.
+    """
+
+    __slots__ = ("_begins", "_blocks", "_coalescing", "_send", "_shares", "_timer", "_waiting", "prefill")
+
+    def __init__(
+        self,
+        coalescing: Coalescing,
+        prefill: Prefill,
+        blocks: PromptBlocks,
+        shares: Callable[[int], Prefill | None],
+        begins: Callable[[int], None],
+    ) -> None:
+        self._coalescing = coalescing
+        self.prefill = prefill
+        self._blocks = blocks
+        self._shares = shares
+        self._begins = begins
+
+    def wait(self, send: Callable[[], None], timer: asyncio.TimerHandle) -> None:
+        """Wait, and send it then; ``timer`` is the one that ends all waiting."""
+        self._send = send
+        self._timer = timer
+        self._wait()
+
+    def leave(self) -> None:
+        """It is given up."""
+        self._timer.cancel()
+        self._waiting.leave()
+
+    def _wait(self) -> None:
+        blocks = self._blocks
+        self._waiting = self._coalescing.wait(self.prefill, blocks.sequence_hashes, blocks.block_size, self._go)
+
+    def _go(self) -> None:
+        there = min(self.prefill.cached_blocks, self.prefill.shared_blocks(self._blocks.sequence_hashes))
+        if there >= self._waiting.blocks:  # else the prefill failed or took too long, and nothing is waited for again
+            another = self._shares(there)
+            if another is not None:
+                self.prefill = another
+                self._wait()
+                return
+            self._begins(there)
+        self._timer.cancel()
+        self._send()
+
+
+def _nothing() -> None:
+    """Nobody waits."""
+
+
 class _Prefilling:
-    """The booking of a request for which others wait."""
+    """The booking of a request for which others may wait, from when ``shown`` and ``end`` are set."""
 
-    __slots__ = ("_booking", "_end", "_shown")
+    __slots__ = ("_booking", "end", "shown")
 
-    def __init__(self, booking: Booking, shown: Callable[[], None], end: Callable[[], None]) -> None:
+    def __init__(self, booking: Booking) -> None:
         self._booking = booking
-        self._shown = shown
-        self._end = end
+        self.shown: Callable[[], None] = _nothing
+        self.end: Callable[[], None] = _nothing
 
     def first_token(self) -> None:
         """The prefill is over."""
         self._booking.first_token()
-        self._shown()
+        self.shown()
 
     def release(self) -> None:
         """Everything is."""
         self._booking.release()
-        self._end()
+        self.end()

@@ -10,7 +10,7 @@ from backends.tokenize import engine_token_ids, tokenize_body
 from backends.types import EngineKind
 from backends.upstream.base import UpstreamClient
 from gateway.envelope import Envelope
-from gateway.kv_silence import SILENCE_S, SilenceWatch
+from gateway.kv_silence import SILENCE_S, Position, SilenceWatch
 from gateway.kv_view import KvView
 from gateway.parity import Parity
 from gateway.prompts import Prompt, namespace_of, prompt_in_ids, prompt_of, prompt_text
@@ -257,6 +257,11 @@ class Prefixes:
             return False
         return self._knows_all(key) or (self._follows(key) and self._kv.blocks(*key) > 0)
 
+    def position(self, key: RankKey) -> Position:
+        """Changes whenever a rank has told something; events of which nothing can be used are no better than none."""
+        epoch, last_seq = self._kv.position(*key)
+        return epoch, last_seq if self._kv.blocks(*key) else None
+
     def announced_blocks(self, prompt: Prompt, placement: Placement) -> int:
         """Leading blocks of a prompt that the rank has by its events, without what is assumed; never raises."""
         key, group = placement.candidate.key, placement.candidate.group
@@ -293,10 +298,7 @@ class Prefixes:
         endpoint = self._kv.endpoint(key)
         if endpoint is None:
             return
-        epoch, last_seq = self._kv.position(*key)
-        # Events of which nothing can be used are no better than none.
-        position = epoch, last_seq if self._kv.blocks(*key) else None
-        if answers := self._silence.answered(key, position, self._clock()):
+        if answers := self._silence.answered(key, self.position(key), self._clock()):
             logger.warning(
                 "worker %s rank %d: no KV event that can be used has come from %s for %.0f s, while it answered %d new "
                 "prompts; does the engine publish there, with token ids, and can this gateway reach it?",

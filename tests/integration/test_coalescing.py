@@ -377,6 +377,37 @@ async def test_they_go_when_the_first_one_s_client_leaves(leaves: str) -> None:
         await s.ends(1)
 
 
+@pytest.mark.parametrize("how", ["first event", "500", "leaves", "aborted", "late"])
+async def test_who_shares_more_waits_for_another_one_then(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of the second wait is like that of the first, and the longest time is that of both."""
+    if how == "late":
+        monkeypatch.setattr(gateway.coalescing, "LONGEST_HOLD_S", 5 * SOON_S)
+    async with stage() as s:
+        leader = await s.leads()
+        s.keeps(2)
+        second = await s.follows(2, input_ids=[*SIBLING, *range(700, 700 + BLOCK), 2])
+        third = await s.follows(3, count=2, input_ids=[*SIBLING, *range(700, 700 + BLOCK), 3])
+        s.lets(1, "first event")
+        await s.reaches(2)
+        await held(s.gateway, 1)
+        await s.passes()
+        assert 3 not in s.seen()
+        if how == "leaves":
+            second.close()
+        elif how == "aborted":
+            assert (await call(s.gateway.address, "/abort_request", {"rid": "r2"})).json()["aborted"] == ["r2"]
+        elif how != "late":
+            s.lets(2, how)
+        assert (await third.answer()).status == 200
+        s.lets(2)
+        s.lets(1)
+        assert (await leader.answer()).status == 200
+        record = await s.record(3)
+        assert record.queue_s is not None
+        assert 0 < record.queue_s <= record.duration_s
+        await s.ends(2, late=int(how == "late"))
+
+
 async def test_a_request_that_is_tried_again_elsewhere_is_waited_for_no_more() -> None:
     async with stage(2, max_attempts=2) as s:
         leader = await s.leads()

@@ -50,3 +50,13 @@ async def test_a_look_up_that_fails_costs_the_wait_alone(
         await two_at_once(f, 500, 1)
         assert "could not be looked up" in caplog.text
         caplog.clear()
+
+
+async def test_a_rank_is_relied_on_again_as_soon_as_it_tells_something() -> None:
+    async with fleet(1, gateway=ON) as f:
+        await f.generate(PROMPT)
+        await f.settled()
+        f.engines[0].add_fault(at="kv", do="delay:300", times=2)
+        await two_at_once(f, 500, 1)  # answered before anything is told
+        await f.settled()
+        await two_at_once(f, 600, 1)
