@@ -30,6 +30,7 @@ class Report:
         finishes: Answers by the reason of their end.
         hits: Answers to requests whose prompt was taken for cached.
         firsts: Requests that were the first with their prompt on an engine after a flush.
+        held: Requests that were held back for what others computed.
         actions: What the trainer did.
         problems: What must not be.
     """
@@ -37,6 +38,7 @@ class Report:
     finishes: Counter[str] = field(default_factory=Counter)
     hits: int = 0
     firsts: int = 0
+    held: int = 0
     actions: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
 
@@ -233,7 +235,9 @@ async def soak(kind: Literal["sglang", "vllm"], seconds: float, seed: int) -> Re
             engines.append(engine)
         alone = engines.pop()
         texts = await _texts(alone, dialect)
-        gateway = await stack.enter_async_context(running_gateway(*(one.url for one in engines), seed=seed))
+        gateway = await stack.enter_async_context(
+            running_gateway(*(one.url for one in engines), seed=seed, kv_profile="tuned", kv_coalesce_tokens=BLOCK)
+        )
         samplers = [Sampler(f"s{n}", gateway.address, dialect, random.Random(rng.random())) for n in range(SAMPLERS)]
         trainer = Trainer(Fleet(engines, gateway), dialect, samplers, rng, report)
         async with asyncio.TaskGroup() as group:
@@ -246,6 +250,7 @@ async def soak(kind: Literal["sglang", "vllm"], seconds: float, seed: int) -> Re
                 sampler.is_over = True
             await asyncio.wait(tasks)
         await gateway.settle()
+        report.held = gateway.gateway.services.coalescer.held_total
         await until(lambda: not any(one.running or one.waiting or one.held for one in engines), "idle engines")
         _audit(report, trainer, samplers, gateway, texts)
     return report

@@ -26,7 +26,7 @@ def anyio_backend() -> str:
 async def _soak(kind: Literal["sglang", "vllm"], seconds: float, seed: int) -> None:
     print(f"SOAK_SEED={seed} SOAK_SECONDS={seconds:g} {kind}")
     report = await soak(kind, seconds, seed)
-    print(report.finishes, report.actions, f"{report.hits} hits, {report.firsts} firsts")
+    print(report.finishes, report.actions, f"{report.hits} hits, {report.firsts} firsts, {report.held} held back")
     if report.problems:
         shown = "\n\n".join(report.problems[:SHOWN])
         pytest.fail(f"SOAK_SEED={seed}: {len(report.problems)} problems, the first are\n{shown}", pytrace=False)
