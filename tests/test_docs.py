@@ -325,7 +325,7 @@ def test_the_worked_example_of_the_cost(active_tokens: int, decode_blocks: int, 
         f"bounded by {CAPACITY_SLACK:g} times the blocks that its engine says it has, or {DEFAULT_CAPACITY_BLOCKS:,}",
         f"{MAX_BLOCKS:,} blocks and {MAX_ASSUMPTIONS:,} requests each",
         f"or after {LONGEST_HOLD_S:g} s",
-        f"not relied on for the next {MUTE_S:g} s",
+        f"not relied on until it does, or for {MUTE_S:g} s",
         f"{MAX_EVENTS:,} events or {MAX_BYTES >> 20} MiB a source",
     ],
 )
