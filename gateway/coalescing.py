@@ -53,6 +53,7 @@ class Coalescer:
         self._waited = waited
         self._clock = clock
         self._sources: dict[Prefill, tuple[Prompt, Placement]] = {}
+        self._by_events: set[Prefill] = set()
         self._stored: set[str] = set()
         self._mute: dict[RankKey, tuple[Position, float]] = {}
         self.held_total = 0
@@ -145,7 +146,10 @@ class Coalescer:
             prefill = coalescing.begin(key, blocks.sequence_hashes, blocks.block_size, cached_blocks)
             if prefill is not None:
                 self._sources[prefill] = prompt, choice
-                position = None if is_stream else self._prefixes.position(key)
+                position = None
+                if not is_stream:
+                    self._by_events.add(prefill)
+                    position = self._prefixes.position(key)
                 lead.shown = functools.partial(self._shown, coalescing, prefill, position)
                 lead.end = functools.partial(self._end, coalescing, prefill)
 
@@ -207,7 +211,7 @@ class Coalescer:
         return call
 
     def stored(self, worker_id: str) -> None:
-        """A worker has announced blocks: see, once in a step of the loop, for whom they are."""
+        """A worker has announced blocks, or cannot be heard: see, once in a step of the loop, for whom that matters."""
         if self._coalescing is None or worker_id in self._stored or not self._coalescing.on(worker_id):
             return
         self._stored.add(worker_id)
@@ -217,9 +221,11 @@ class Coalescer:
         self._stored.discard(worker_id)
         # Those for which nobody waits yet are looked at too, since what was announced may be forgotten before they end.
         for prefill in coalescing.on(worker_id):
-            blocks = self._prefixes.announced_blocks(*self._sources[prefill])
+            source = self._sources[prefill]
+            blocks = self._prefixes.announced_blocks(*source)
             coalescing.progressed(prefill, blocks)
-            if blocks >= len(prefill.hashes):
+            is_unheard = prefill in self._by_events and not self._prefixes.hears_of(*source)
+            if is_unheard or blocks >= len(prefill.hashes):
                 self._ended(coalescing, prefill)
 
     def _end(self, coalescing: Coalescing, prefill: Prefill) -> None:
@@ -228,6 +234,7 @@ class Coalescer:
             asyncio.get_running_loop().call_soon(self._ended, coalescing, prefill)
 
     def _ended(self, coalescing: Coalescing, prefill: Prefill) -> None:
+        self._by_events.discard(prefill)
         if self._sources.pop(prefill, None) is not None:
             coalescing.end(prefill)
 

@@ -26,6 +26,8 @@ logger = logging.getLogger("forebay.kv_events")
 _COPIES = {EngineKind.SGLANG: 1, EngineKind.VLLM: 2}
 # What is known of these is right, if perhaps not all; what is known of others may be stale.
 _BAD = frozenset({SourceState.GAP, SourceState.MISCONFIGURED})
+# What was to be heard may never be; a gap may yet be filled.
+_LOST = frozenset({SourceState.COLD, SourceState.MISCONFIGURED})
 TRUSTED = frozenset({SourceState.LIVE, SourceState.COLD})
 
 
@@ -96,7 +98,8 @@ class KvView:
         sweeper: Gives back what the index has forgotten.
         follows_any: Some source is followed; asked for with every request.
         clears: By worker, how often all its blocks were forgotten, by us or as it said itself.
-        on_stored: Told of a worker that has announced blocks, which the index has by then.
+        on_stored: Told of a worker that has announced blocks, which the index has by then, or from which what it was to
+            announce may never be heard.
     """
 
     def __init__(
@@ -342,6 +345,8 @@ class KvView:
             (self._trusted.add if state in TRUSTED else self._trusted.discard)((worker, dp_rank))
             level = logging.WARNING if state in _BAD else logging.INFO
             logger.log(level, "worker %s: KV events of rank %d are %s", worker, dp_rank, state)
+            if state in _LOST:
+                self.on_stored(worker)
         self._counters.kv_state(worker, dp_rank, state)
 
     def close(self) -> None:

@@ -7,8 +7,8 @@ import pytest
 
 import gateway.coalescing
 from tests.fakes.kv_fleet import BLOCK, PROMPT, Fleet, fleet
-from tests.fakes.running import PATIENCE_S
-from tests.fakes.wire import call
+from tests.fakes.running import PATIENCE_S, until
+from tests.fakes.wire import call, request_bytes, wire
 
 ON: dict[str, Any] = {"kv_coalesce_tokens": BLOCK}
 
@@ -60,3 +60,30 @@ async def test_a_rank_is_relied_on_again_as_soon_as_it_tells_something() -> None
         await two_at_once(f, 500, 1)  # answered before anything is told
         await f.settled()
         await two_at_once(f, 600, 1)
+
+
+@pytest.mark.parametrize("fault", ["wrong_block_size", "garbage"])
+async def test_a_rank_that_is_not_understood_any_more_is_waited_for_no_longer(fault: str) -> None:
+    """The first one's answer is far away, and nothing will tell that its prompt is computed."""
+    async with fleet(1, gateway=ON, inter_token_ms=20) as f, wire(f.gateway.address) as first:
+        await f.generate(PROMPT)
+        await f.settled()
+        (engine,) = f.engines
+        engine.add_fault(at="kv", do=fault, times=None)
+        engine.freeze()
+        endless = {
+            "input_ids": [500, *PROMPT],
+            "sampling_params": {"max_new_tokens": 30_000, "ignore_eos": True},
+        }
+        await first.send(request_bytes("/generate", endless))
+        await engine.wait_for(lambda one: one.running + one.waiting == 1, PATIENCE_S)
+        async with asyncio.TaskGroup() as group:
+            second = group.create_task(f.generate([500, *PROMPT]))
+            await until(lambda: f.gateway.state()["held_requests"] == 1, "the second one is held")
+            engine.thaw()
+        assert second.result().status == 200
+        assert f.gateway.state()["awaited_prefills"] == 0
+        first.close()
+        await f.gateway.settle()
+        page = (await f.gateway.client.get("/metrics")).text
+        assert "\nforebay_coalesced_late_total 0.0\n" in page
