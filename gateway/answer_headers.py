@@ -21,7 +21,7 @@ def identity_headers(envelope: Envelope, placed: Attempt, attempts: int) -> Head
     ]
     if isinstance(placed, PairAttempt):
         headers.append((b"x-forebay-prefill-worker", placed.prefill.member.worker.id.encode()))
-    facts = placed.decode.facts if isinstance(placed, PairAttempt) else placed.facts
+    facts = placed.decode.facts if isinstance(placed, PairAttempt) else placed.written.facts
     if facts.weight_version is not None:
         headers.append((b"x-forebay-weight-version", header_value(facts.weight_version)))
     if placed.dp_rank is not None:

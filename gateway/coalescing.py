@@ -193,12 +193,19 @@ class Coalescer:
         begun, position = self._clock(), self._prefixes.position(prefill.key)
         self.held_total += 1
 
-        def send_now() -> UpstreamCall:
+        def count() -> None:
             seconds = self._clock() - begun
             self._waited(seconds)
             if waited is not None:
                 waited(seconds)
+
+        def send_now() -> UpstreamCall:
+            count()
             return send()
+
+        def left() -> None:
+            count()
+            held.leave()
 
         def late() -> None:
             self.late_total += 1
@@ -206,7 +213,7 @@ class Coalescer:
             self._ended(coalescing, held.prefill)  # nobody else waits for it any longer
 
         held = _Held(coalescing, prefill, blocks, shares, begins)
-        call = HeldCall(send_now, held.leave)
+        call = HeldCall(send_now, left)
         held.wait(call.send_now, asyncio.get_running_loop().call_later(LONGEST_HOLD_S, late))
         return call
 

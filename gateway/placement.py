@@ -23,7 +23,7 @@ from gateway.pair_placement import choose, place_pair
 from gateway.prefixes import Sent
 from gateway.prompts import Prompt
 from gateway.routes import Route
-from gateway.sender import Sender
+from gateway.sender import Sender, Written
 from gateway.services import Services
 from routers.fleet import Fleet, Member
 from routers.pair import Paired
@@ -40,6 +40,7 @@ class Placed(msgspec.Struct, frozen=True):
         member: The worker in the fleet.
         worker_id: Id of the worker.
         facts: What its engine said when the request was placed.
+        written: The same when the request was written.
         dp_rank: Rank that was chosen, ``None`` when the worker has only one.
         overlap_blocks: Prompt blocks cached there, ``None`` if the policy did not look.
         ids_of_legs: Rewrites the ids in each leg's answer.
@@ -60,6 +61,7 @@ class Placed(msgspec.Struct, frozen=True):
     member: Member
     worker_id: str
     facts: EngineFacts
+    written: Written
     dp_rank: int | None
     overlap_blocks: int | None
     ids_of_legs: tuple[IdMap, ...]
@@ -278,6 +280,7 @@ def _placed(
         member=sender.member,
         worker_id=sender.member.worker.id,
         facts=sender.facts,
+        written=sender.written,
         dp_rank=sender.dp_rank,
         overlap_blocks=sender.choice.overlap_blocks,
         ids_of_legs=tuple(sender.ids),

@@ -7,7 +7,7 @@ from backends.base import NO_CHANGES
 from backends.cancel_policy import CancelPolicy, LegKind, abort_capability, cancel_policy
 from backends.leg import Booking, Leg
 from backends.types import EngineFacts, EngineIds, EngineKind
-from backends.upstream.base import UpstreamCall, UpstreamRequest
+from backends.upstream.base import UpstreamCall, UpstreamClient, UpstreamRequest
 from gateway.envelope import Envelope
 from gateway.expand import choice_changes, choice_ids
 from gateway.ids import IdMap, id_map
@@ -19,6 +19,19 @@ from routers.load import RankBooking
 from routers.types import Placement
 
 _NATIVE = Dialect.NATIVE
+
+
+class Written:
+    """What an engine had said when a request was written to it, which may be long after it was placed.
+
+    Attributes:
+        facts: See above; of a request that is not written yet, when it was placed.
+    """
+
+    __slots__ = ("facts",)
+
+    def __init__(self, facts: EngineFacts) -> None:
+        self.facts = facts
 
 
 class Sender:
@@ -44,6 +57,7 @@ class Sender:
         member: See above.
         ids: Rewrites the ids in each leg's answer.
         sent_ids: Ids given to the engine.
+        written: What the engine had said when it got them.
     """
 
     __slots__ = (
@@ -63,6 +77,7 @@ class Sender:
         "legs",
         "member",
         "sent_ids",
+        "written",
     )
 
     def __init__(
@@ -83,6 +98,7 @@ class Sender:
         self._envelope = envelope
         self.member = member
         self.facts = facts
+        self.written = Written(facts)
         self.choice = choice
         self._load = choice.candidate.load
         self._blocks = choice.prompt
@@ -206,18 +222,23 @@ class Sender:
 
     def _start(self, request: UpstreamRequest, booking: Booking, *, is_trial: bool) -> tuple[UpstreamCall, Booking]:
         """Write it, or hold it back unless all wait for its result; returns the booking to be used from now on."""
-        services, origin = self._services, self.member.worker.origin
+        services, member = self._services, self.member
         if self._prompt is None:
-            return services.client.send(origin, request), booking
+            return services.client.send(member.worker.origin, request), booking
         return services.coalescer.send(
             self._prompt,
             self.choice,
             booking,
-            functools.partial(services.client.send, origin, request),
+            functools.partial(_write, services.client, member, request, self.written),
             may_wait=self._envelope.batch_size is None and not is_trial,
             is_stream=self.is_stream,
             waited=None if self.legs else self._waited,
         )
+
+
+def _write(client: UpstreamClient, member: Member, request: UpstreamRequest, written: Written) -> UpstreamCall:
+    written.facts = member.facts or written.facts
+    return client.send(member.worker.origin, request)
 
 
 @functools.lru_cache(maxsize=256)
